@@ -1,0 +1,46 @@
+# make run     trains the quickstart on this machine; settings go in ARGS="--config.mode=sync --config.seed=3"
+# make test    lint, types, import contracts and tests
+# make accept  whole training runs, with their claims checked
+# make bench   measurements
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test lint accept bench clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with: make PYTHON=python3.12 install")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+run: $(STAMP)
+	@$(BIN)/asyncrl-local $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -m 'not acceptance' $(ARGS)
+
+accept: $(STAMP)
+	$(BIN)/pytest -m acceptance $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# Runs are kept: they may hold checkpoints that somebody wants.
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

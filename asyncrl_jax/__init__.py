@@ -1,0 +1,1 @@
+"""Fully asynchronous agentic RL for Mixture-of-Experts models: learner, actors and orchestrator that never wait."""

@@ -1,0 +1,1 @@
+"""Engines that sample tokens from a version of the weights."""

@@ -1,0 +1,1 @@
+"""Environments, by registered name."""

@@ -1,0 +1,55 @@
+"""What an environment is to an actor: token in, token out, one object an episode so that episodes share no state."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
+
+from asyncrl_jax.types import Task
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observation:
+    """The environment's answer to one turn of the policy."""
+
+    tokens: tuple[int, ...]  # put into the context before the policy speaks again; never trained on
+    done: bool  # the episode is over
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Score:
+    """How one episode went."""
+
+    parts: Mapping[str, float]  # by every name of REWARD_PARTS, each in [0, 1]
+    success: bool  # the final answer is right
+
+
+class Environment(Protocol):
+    """One episode. The same task gives the same prompt on every process.
+
+    `score` may be asked after any ending, also when tokens or turns ran out; `close` may be called more than once, and
+    after a `reset` that raised.
+    """
+
+    vocab_size: ClassVar[int]  # tokens the environment writes are below this
+    num_levels: ClassVar[int]
+    identity: ClassVar[str]  # changes whenever tasks, protocol or tokens do
+    stop_tokens: ClassVar[frozenset[int]]  # a turn of the policy ends with one of these
+
+    async def reset(self, task: Task) -> tuple[int, ...]:
+        """Starts the episode and returns the prompt."""
+        ...
+
+    async def step(self, tokens: Sequence[int]) -> Observation:
+        """Answers one turn, which ends with a stop token."""
+        ...
+
+    async def score(self) -> Score: ...
+
+    async def close(self) -> None: ...
+
+    def demonstrate(self, rng: random.Random) -> list[tuple[int, ...]]:
+        """Turns of a scripted policy for the task of the last `reset`, for warm-start demonstrations."""
+        ...

@@ -1,0 +1,182 @@
+"""One episode: the environment and the policy take turns until it is over, token in and token out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from asyncrl_jax.actor.engines.base import Completion, Engine, Session
+from asyncrl_jax.actor.envs.base import Environment
+from asyncrl_jax.actor.rewards import weigh
+from asyncrl_jax.config import EnvironmentConfig, RewardConfig
+from asyncrl_jax.types import FinishReason, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EpisodeFailed(RuntimeError):
+    """The environment, a tool or a reward failed: this episode alone has no result. `stage` is where it was."""
+
+    def __init__(self, stage: str, detail: str) -> None:
+        super().__init__(f"{stage}: {detail}")
+        self.stage = stage
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeConfig:
+    """What all episodes of a run share."""
+
+    environment: EnvironmentConfig
+    reward: RewardConfig
+
+
+class _Transcript:
+    """The tokens of an episode, with who made each."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_turns = 0
+        self._pieces: list[tuple[np.ndarray, Completion | None]] = []
+
+    def forced(self, tokens: tuple[int, ...]) -> None:
+        self._append(np.array(tokens, np.int32), None)
+
+    def sampled(self, completion: Completion) -> None:
+        self._append(completion.tokens, completion)
+        self.num_turns += 1
+
+    def _append(self, tokens: np.ndarray, completion: Completion | None) -> None:
+        self._pieces.append((tokens, completion))
+        self.num_tokens += len(tokens)
+
+    def fields(self) -> dict[str, Any]:
+        """The four token fields of a Trajectory."""
+        tokens = np.zeros(self.num_tokens, np.int32)
+        mask = np.zeros(self.num_tokens, np.uint8)
+        logprobs = np.zeros(self.num_tokens, np.float32)
+        versions = np.full(self.num_tokens, -1, np.int32)
+        start = 0
+        for piece, completion in self._pieces:
+            where = slice(start, start + len(piece))
+            tokens[where] = piece
+            if completion is not None:
+                mask[where], logprobs[where], versions[where] = 1, completion.logprobs, completion.versions
+            start = where.stop
+        return {"tokens": tokens, "loss_mask": mask, "behaviour_logprobs": logprobs, "policy_versions": versions}
+
+
+async def run_episode(
+    engine: Engine, environment: Environment, task: Task, *, seed: int, temperature: float, config: EpisodeConfig
+) -> Trajectory:
+    """Plays one task to its end.
+
+    An observation that the policy has no room or turn left to answer is not part of the trajectory.
+
+    Args:
+      engine: holds one slot for the episode.
+      environment: a fresh one; it is closed here, whatever happens.
+      task: to play.
+      seed: of sampling; with the same weights throughout, the same seed gives the same trajectory.
+      temperature: of sampling.
+      config: limits and reward weights.
+
+    Raises:
+      EpisodeFailed: if the environment raises, exceeds its time limit, or returns what is no token or no reward.
+    """
+    session = await engine.open(seed, temperature)
+    started_at = time.time()
+    limit_s = config.environment.call_timeout_s
+    try:
+        transcript, finish = await _converse(session, environment, task, config.environment)
+        scored = await _call("score", _score(environment, config.reward), limit_s)
+    finally:
+        session.close()
+        await _close(environment, limit_s)
+    return Trajectory(
+        **transcript.fields(),
+        **scored,
+        finish_reason=finish,
+        num_turns=transcript.num_turns,
+        sampling_started_at=started_at,
+        sampling_ended_at=time.time(),
+    )
+
+
+async def _converse(
+    session: Session, environment: Environment, task: Task, limits: EnvironmentConfig
+) -> tuple[_Transcript, FinishReason]:
+    transcript = _Transcript()
+    forced = await _call("reset", _reset(environment, task, limits.max_tokens), limits.call_timeout_s)
+    for _ in range(limits.max_turns):
+        if transcript.num_tokens + len(forced) >= limits.max_tokens:
+            return transcript, FinishReason.LENGTH
+        transcript.forced(forced)
+        room = limits.max_tokens - transcript.num_tokens
+        completion = await session.generate(forced, environment.stop_tokens, room)
+        transcript.sampled(completion)
+        if completion.finish == "length":
+            return transcript, FinishReason.LENGTH
+        forced, done = await _call("step", _step(environment, completion.tokens.tolist()), limits.call_timeout_s)
+        if done:
+            return transcript, FinishReason.ANSWERED
+    return transcript, FinishReason.MAX_TURNS
+
+
+async def _reset(environment: Environment, task: Task, max_tokens: int) -> tuple[int, ...]:
+    prompt = _checked(await environment.reset(task), environment)
+    if not 0 < len(prompt) < max_tokens:
+        raise ValueError(f"a prompt of {len(prompt)} tokens, of at most {max_tokens} with an answer")
+    return prompt
+
+
+async def _step(environment: Environment, turn: list[int]) -> tuple[tuple[int, ...], bool]:
+    observation = await environment.step(turn)
+    return _checked(observation.tokens, environment), observation.done
+
+
+async def _score(environment: Environment, config: RewardConfig) -> dict[str, Any]:
+    """The scored fields of a Trajectory."""
+    score = await environment.score()
+    reward, parts = weigh(score.parts, config)
+    if not isinstance(score.success, bool):
+        raise TypeError(f"success={score.success!r} is no bool")
+    return {"reward": reward, "reward_parts": parts, "success": score.success}
+
+
+def _checked(tokens: tuple[int, ...], environment: Environment) -> tuple[int, ...]:
+    if not all(type(token) is int and 0 <= token < environment.vocab_size for token in tokens):
+        raise ValueError(f"{tokens!r} are not all tokens below {environment.vocab_size}")
+    return tokens
+
+
+async def _call(stage: str, awaitable: Awaitable[T], limit_s: float) -> T:
+    """Result of one call of the environment, whose failure is the episode's alone.
+
+    Invariant: what an environment raises passes as EpisodeFailed only, even a cancellation of its own making.
+    """
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await awaitable
+    except Exception as error:
+        detail = f"no answer within {limit_s:g} s" if limit.expired() else repr(error)
+        raise EpisodeFailed(stage, detail) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # this episode really was cancelled
+        raise EpisodeFailed(stage, repr(error)) from error
+
+
+async def _close(environment: Environment, limit_s: float) -> None:
+    try:
+        await _call("close", environment.close(), limit_s)
+    except EpisodeFailed:
+        log.warning("an environment failed to close; its episode stands", exc_info=True)

@@ -1,0 +1,153 @@
+"""An actor host: everything it does at once, on one event loop beside the engine.
+
+    part         waits for                                 unblocked by
+    engine       a session that wants tokens; fresh        sampler, evaluator; refresher
+    refresher    a newer version (polls)                   the learner's announcement
+    sampler      free slots; a ticket; weights as new      episodes that end; the orchestrator;
+                 as the ticket asks                        the refresher
+    evaluator    a request (polls)                         the orchestrator
+    pulse        the next heartbeat                        time
+    watch        the end of the run (polls); SIGTERM       the orchestrator; the launcher
+
+Calls that may block (Redis, reading weights, proving them) run on threads, so no part holds up another. The first part
+to end ends the process: `watch` in peace, any other with its traceback. Tickets under way are then given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from asyncrl_jax.actor.engines.jax_engine import JaxEngine
+from asyncrl_jax.actor.envs.registry import check_environment
+from asyncrl_jax.actor.episode import EpisodeConfig
+from asyncrl_jax.actor.evaluator import Evaluator
+from asyncrl_jax.actor.pulse import Pulse
+from asyncrl_jax.actor.refresh import Loader, Refresher
+from asyncrl_jax.actor.sampler import Sampler
+from asyncrl_jax.config import Config
+from asyncrl_jax.observe.metrics import Metrics
+from asyncrl_jax.transport.codec import Limits
+from asyncrl_jax.transport.connection import connect
+from asyncrl_jax.transport.control import Control
+from asyncrl_jax.transport.groups import GroupWriter
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.tasks import TaskStream
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 0.2  # between looks for the end of the run
+
+
+def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_id: str, stop: threading.Event) -> int:
+    """Samples until the run is over or `stop` is set.
+
+    Args:
+      config: of the run.
+      run_dir: where weights (unless the config says otherwise) and metrics are.
+      redis_password: of the queue, None without one.
+      actor_id: stable name of this host, its own among all actors.
+      stop: set to end the process cleanly.
+
+    Returns:
+      The process's exit status.
+
+    Raises:
+      ValueError: if environment and model do not fit.
+      RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
+      WeightsRefused: if version after version fails its proof.
+    """
+    environment_class = check_environment(config)
+    redis, keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
+    control = Control(redis, keys)
+    directory = config.weights.directory or str(run_dir / "weights")
+    episodes = EpisodeConfig(config.environment, config.reward)
+    metrics = Metrics(run_dir, actor_id)
+
+    def new_engine() -> JaxEngine:
+        return JaxEngine(
+            config.model,
+            num_slots=config.actor.slots,
+            max_tokens=config.environment.max_tokens,
+            canary_tolerance=config.weights.canary_tolerance,
+        )
+
+    async def run() -> None:
+        engine, evaluation_engine = new_engine(), new_engine()
+        refresher = Refresher(
+            engine,
+            Loader(engine, control, directory, actor_id, config.weights),
+            control,
+            poll_interval_s=config.weights.poll_interval_s,
+            max_behind=config.effective_lag.actor_updates,
+        )
+        sampler = Sampler(
+            engine,
+            refresher,
+            TaskStream(redis, keys, actor_id, config.redis),
+            GroupWriter(redis, keys, config.redis, Limits.from_config(config)),
+            environment_class,
+            episodes,
+            actor_id=actor_id,
+            num_slots=config.actor.slots,
+            group_size=config.learner.group_size,
+            max_attempts=config.actor.max_attempts,
+        )
+        evaluator = Evaluator(
+            evaluation_engine,
+            Loader(evaluation_engine, control, directory, f"{actor_id}/evaluation", config.weights),
+            control,
+            environment_class,
+            episodes,
+            holder=actor_id,
+            temperature=config.actor.temperature,
+            max_attempts=config.actor.max_attempts,
+        )
+        pulse = Pulse(actor_id, config.actor, control, metrics, engine, refresher, sampler, evaluator)
+        await _first_to_end(
+            {
+                "engine": engine.run(),
+                "evaluation engine": evaluation_engine.run(),
+                "refresher": refresher.run(),
+                "sampler": sampler.run(),
+                "evaluator": evaluator.run(),
+                "pulse": pulse.run(),
+                "watch": _watch(control, stop),
+            }
+        )
+
+    try:
+        asyncio.run(run())
+    finally:
+        metrics.close()
+    return 0
+
+
+async def _first_to_end(parts: dict[str, Coroutine[Any, Any, None]]) -> None:
+    """Runs all parts until one ends, then cancels the others and waits for them.
+
+    Raises:
+      Exception: whatever ended the first part to end.
+    """
+    tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in done:
+        log.info("%s ended", task.get_name())
+        task.result()
+
+
+async def _watch(control: Control, stop: threading.Event) -> None:
+    """Returns when the run is over or `stop` is set."""
+    while not stop.is_set():
+        if await asyncio.to_thread(control.phase) in ("finished", "stopping"):
+            return
+        await asyncio.sleep(_WATCH_S)

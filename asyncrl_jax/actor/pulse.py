@@ -1,0 +1,83 @@
+"""The actor's pulse: heartbeats, metrics, and the hold on its tickets."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any
+
+from asyncrl_jax.actor.engines.jax_engine import EngineCounters, JaxEngine
+from asyncrl_jax.actor.evaluator import Evaluator
+from asyncrl_jax.actor.refresh import Refresher
+from asyncrl_jax.actor.sampler import Sampler
+from asyncrl_jax.config import ActorConfig
+from asyncrl_jax.observe.metrics import Metrics
+from asyncrl_jax.transport.control import Control
+
+log = logging.getLogger(__name__)
+
+
+class Pulse:
+    """Once every `heartbeat_s`: tells the run how this host is, and holds its tickets.
+
+    Invariant: it beats only while the event loop turns, so an actor that hangs is seen to be dead.
+    """
+
+    def __init__(
+        self,
+        actor_id: str,
+        config: ActorConfig,
+        control: Control,
+        metrics: Metrics,
+        engine: JaxEngine,
+        refresher: Refresher,
+        sampler: Sampler,
+        evaluator: Evaluator,
+    ) -> None:
+        self._actor_id = actor_id
+        self._config = config
+        self._control = control
+        self._metrics = metrics
+        self._engine = engine
+        self._refresher = refresher
+        self._sampler = sampler
+        self._evaluator = evaluator
+        self._before = (time.monotonic(), EngineCounters())
+
+    async def run(self) -> None:
+        """Beats for as long as it is not cancelled."""
+        while True:
+            values = self._values()
+            await asyncio.to_thread(
+                self._control.beat, "actor", self._actor_id, values, self._config.heartbeat_timeout_s
+            )
+            if self._refresher.version is not None:
+                self._metrics.write(self._refresher.version.update, values)
+            await self._sampler.keep_alive()
+            await asyncio.sleep(self._config.heartbeat_s)
+
+    def _values(self) -> dict[str, Any]:
+        """The state of the host; rates are since the last beat, counts since the process started."""
+        (then, before), counters = self._before, dataclasses.replace(self._engine.counters)
+        now = time.monotonic()
+        self._before = (now, counters)
+        seconds = max(now - then, 1e-9)
+        slot_steps = max((counters.num_steps - before.num_steps) * self._engine.num_slots, 1)
+        version, paused_since = self._refresher.version, self._refresher.paused_since
+        groups = self._sampler.counters
+        return {
+            "version": None if version is None else version.number,
+            "update": None if version is None else version.update,
+            "tokens_per_s": (counters.num_sampled_tokens - before.num_sampled_tokens) / seconds,
+            "steps_per_s": (counters.num_steps - before.num_steps) / seconds,
+            "busy": (counters.num_fed_tokens - before.num_fed_tokens) / slot_steps,
+            "running": self._sampler.num_episodes,
+            "evaluating": self._evaluator.num_running,
+            "paused_s": 0.0 if paused_since is None else time.time() - paused_since,
+            "tokens_sampled": counters.num_sampled_tokens,
+            "weights_loaded": counters.num_loads,
+            "weights_refused": self._refresher.num_refused,
+            **vars(groups),
+        }

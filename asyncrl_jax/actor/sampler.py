@@ -1,0 +1,156 @@
+"""Turns tickets into groups: claims as slots free up, plays all members of a group, submits one message a group."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+
+from asyncrl_jax.actor.engines.base import Engine
+from asyncrl_jax.actor.envs.base import Environment
+from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
+from asyncrl_jax.actor.refresh import Refresher
+from asyncrl_jax.seeds import derive_seed
+from asyncrl_jax.transport.codec import InvalidGroup
+from asyncrl_jax.transport.groups import GroupWriter
+from asyncrl_jax.transport.tasks import Delivery, TaskStream
+from asyncrl_jax.types import Group, Ticket, Trajectory
+
+log = logging.getLogger(__name__)
+
+_CLAIM_BLOCK_MS = 100
+
+
+@dataclasses.dataclass
+class SamplerCounters:
+    """What became of the tickets and episodes of this process."""
+
+    groups_submitted: int = 0
+    groups_wasted: int = 0  # came after their ticket was settled, or queued by someone else
+    tickets_failed: int = 0
+    tickets_cancelled: int = 0  # settled or claimed by someone else while they were being sampled
+    episodes_failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by stage
+
+
+class Sampler:
+    """Plays the members of several groups at once, as many episodes as the engine has slots.
+
+    Invariants:
+      * No token of a ticket is sampled with weights of fewer updates than its `min_update`.
+      * A fault of an environment costs its episode; an episode that fails again and again its ticket; nothing more.
+      * A ticket that was settled meanwhile stops costing slots at the next `keep_alive`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        refresher: Refresher,
+        tasks: TaskStream,
+        writer: GroupWriter,
+        environment_class: type[Environment],
+        config: EpisodeConfig,
+        *,
+        actor_id: str,
+        num_slots: int,
+        group_size: int,
+        max_attempts: int,
+    ) -> None:
+        """Args: group_size: expected, to claim no more than the slots hold; each ticket states its own."""
+        self.counters = SamplerCounters()
+        self.num_episodes = 0  # running, or waiting for a slot
+        self._engine = engine
+        self._refresher = refresher
+        self._tasks = tasks
+        self._writer = writer
+        self._environment_class = environment_class
+        self._config = config
+        self._actor_id = actor_id
+        self._num_slots = num_slots
+        self._group_size = group_size
+        self._max_attempts = max_attempts
+        self._room = asyncio.Event()
+        self._playing: dict[str, tuple[Delivery, asyncio.Task[None]]] = {}  # by ticket id
+
+    async def run(self) -> None:
+        """Claims and plays for as long as it is not cancelled; then gives back what it holds."""
+        await self._refresher.until_loaded()
+        try:
+            async with asyncio.TaskGroup() as serving:
+                while True:
+                    free = self._num_slots - self.num_episodes
+                    if free <= 0:
+                        self._room.clear()
+                        await self._room.wait()
+                        continue
+                    count = max(1, free // self._group_size)
+                    for delivery in await asyncio.to_thread(self._tasks.claim, count, _CLAIM_BLOCK_MS):
+                        self.num_episodes += delivery.ticket.group_size
+                        task = serving.create_task(self._serve(delivery), name=f"ticket {delivery.ticket.ticket_id}")
+                        self._playing[delivery.ticket.ticket_id] = (delivery, task)
+        finally:
+            held = [delivery for delivery, _ in self._playing.values()]
+            self._playing.clear()
+            await asyncio.to_thread(lambda: [self._tasks.release(delivery) for delivery in held])
+
+    async def keep_alive(self) -> None:
+        """Holds the tickets being played, and cancels those that are no longer this host's."""
+        deliveries = [delivery for delivery, _ in self._playing.values()]
+        held = {d.ticket.ticket_id for d in await asyncio.to_thread(self._tasks.keep_alive, deliveries)}
+        for delivery in deliveries:
+            ticket_id = delivery.ticket.ticket_id
+            if ticket_id not in held and ticket_id in self._playing:  # not submitted meanwhile
+                self.counters.tickets_cancelled += 1
+                log.info("ticket %s was settled or claimed by someone else: cancelled", ticket_id)
+                self._playing.pop(ticket_id)[1].cancel()
+
+    async def _serve(self, delivery: Delivery) -> None:
+        ticket = delivery.ticket
+        try:
+            await self._refresher.until_serves(ticket)
+            trajectories = await self._play(ticket)
+            self._playing.pop(ticket.ticket_id)
+            group = Group(ticket=ticket, trajectories=trajectories, actor_id=self._actor_id)
+            if await asyncio.to_thread(self._writer.submit, delivery, group):
+                self.counters.groups_submitted += 1
+            else:
+                self.counters.groups_wasted += 1
+        except (EpisodeFailed, InvalidGroup) as error:
+            self._playing.pop(ticket.ticket_id, None)
+            self.counters.tickets_failed += 1
+            log.error("ticket %s failed: %s", ticket.ticket_id, error)
+            await asyncio.to_thread(self._tasks.fail, delivery, str(error))
+        finally:
+            self.num_episodes -= ticket.group_size
+            self._room.set()
+
+    async def _play(self, ticket: Ticket) -> tuple[Trajectory, ...]:
+        """All members of the group, in order.
+
+        Raises:
+          EpisodeFailed: if a member failed `max_attempts` times; the others are cancelled.
+        """
+        members = [asyncio.create_task(self._play_member(ticket, i)) for i in range(ticket.group_size)]
+        try:
+            return tuple(await asyncio.gather(*members))
+        finally:
+            for member in members:
+                member.cancel()
+
+    async def _play_member(self, ticket: Ticket, member: int) -> Trajectory:
+        for attempt in range(1, self._max_attempts + 1):
+            try:
+                return await run_episode(
+                    self._engine,
+                    self._environment_class(),
+                    ticket.task,
+                    seed=derive_seed(ticket.seed, "member", member, attempt),
+                    temperature=ticket.temperature,
+                    config=self._config,
+                )
+            except EpisodeFailed as error:
+                self.counters.episodes_failed[error.stage] += 1
+                log.warning("ticket %s, member %d, attempt %d: %s", ticket.ticket_id, member, attempt, error)
+                if attempt == self._max_attempts:
+                    raise
+        raise AssertionError("max_attempts is at least 1")

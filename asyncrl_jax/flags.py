@@ -1,0 +1,118 @@
+"""absl flags made from the config tree: one `--config.<dotted.name>` for every leaf, whose help is the leaf's meaning.
+
+Settings are taken in this order, later ones winning: the defaults, then `--preset` or `--config_file`, then flags given
+on the command line. Only launchers use this file; everything below them receives a `Config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from absl import app, flags
+
+from asyncrl_jax.config import Config, leaf_types, override
+from asyncrl_jax.config_file import read_config
+from asyncrl_jax.exit_codes import USER_ERROR
+from asyncrl_jax.presets import PRESETS, preset
+
+_PREFIX = "config."
+_DEFINITIONS: dict[type, Callable[..., Any]] = {
+    bool: flags.DEFINE_boolean,
+    float: flags.DEFINE_float,
+    int: flags.DEFINE_integer,
+    str: flags.DEFINE_string,
+}
+
+
+class _TupleParser(flags.ArgumentParser[tuple[Any, ...]]):
+    """Comma list of numbers, `1,0.5,2`; empty for an empty tuple."""
+
+    def __init__(self, element: type) -> None:
+        self.element = element
+        self.syntactic_help = f"a comma list of {element.__name__}s"
+
+    def parse(self, argument: str | tuple[Any, ...]) -> tuple[Any, ...]:
+        if isinstance(argument, tuple):
+            return argument
+        try:
+            return tuple(self.element(part) for part in argument.split(",") if part.strip())
+        except ValueError as error:
+            raise ValueError(f"{argument!r} is not {self.syntactic_help}") from error
+
+    def flag_type(self) -> str:
+        return f"comma list of {self.element.__name__}s"
+
+
+class _TupleSerializer(flags.ArgumentSerializer[tuple[Any, ...]]):
+    def serialize(self, value: tuple[Any, ...]) -> str:
+        return ",".join(str(element) for element in value)
+
+
+def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines `--preset`, `--config_file` and a `--config.*` flag for every leaf of `Config`."""
+    common: dict[str, Any] = {"flag_values": flag_values, "module_name": sys.argv[0]}
+    flags.DEFINE_enum("preset", None, list(PRESETS), "Named starting point for the config.", **common)
+    flags.DEFINE_string("config_file", None, "JSON file of settings, as a run's config.json.", **common)
+    for name, (kind, default, meaning) in leaf_types().items():
+        flag = _PREFIX + name
+        if typing.get_origin(kind) is tuple:
+            parser = _TupleParser(typing.get_args(kind)[0])
+            flags.DEFINE(parser, flag, default, meaning, serializer=_TupleSerializer(), **common)
+        else:
+            _DEFINITIONS[kind](flag, default, meaning, **common)
+
+
+def changes(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
+    """Config leaves that were given as flags, by dotted name."""
+    return {name: flag_values[_PREFIX + name].value for name in leaf_types() if flag_values[_PREFIX + name].present}
+
+
+def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Config:
+    """The validated config that the parsed flags describe.
+
+    Raises:
+      ValueError: for a setting that is refused, or a file that can't be read.
+    """
+    if flag_values.preset and flag_values.config_file:
+        raise ValueError("--preset and --config_file: give one of them, a file already holds every setting")
+    base = Config()
+    if flag_values.preset:
+        base = preset(flag_values.preset)
+    if flag_values.config_file:
+        base = read_config(Path(flag_values.config_file))
+    config: Config = override(base, changes(flag_values))
+    return config
+
+
+def exit_with(message: str, code: int = USER_ERROR) -> NoReturn:
+    """Ends the process with one line on stderr, without a traceback."""
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+    """Parses the command line; a mistake ends the process with one line and exit code 2."""
+    app.define_help_flags()
+    try:
+        rest = flags.FLAGS(list(argv))
+        if len(rest) > 1:
+            raise ValueError(f"unexpected argument {rest[1]!r}: settings are given as --name=value")
+        config_from_flags()
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname, list(flags.FLAGS), n=3)
+        hint = f"did you mean --{', --'.join(near)}?" if near else "see --help"
+        exit_with(f"unknown flag --{error.flagname}: {hint}")
+    except (flags.Error, ValueError) as error:
+        exit_with(str(error))
+    return rest
+
+
+def run(main: Callable[[], int]) -> None:
+    """Body of a launcher: defines and parses the flags, calls `main` and exits with the code that it returns."""
+    define()
+    app.run(lambda _argv: main(), flags_parser=parse)

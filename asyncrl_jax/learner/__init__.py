@@ -1,0 +1,1 @@
+"""The learner: packed updates on a mesh."""

@@ -1,0 +1,190 @@
+"""How a learner comes to its first update: from nothing, from a checkpoint and the redo log, or after a Redis reset."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from asyncrl_jax.types import Line, Outcome, WeightVersion
+from asyncrl_jax.weights.manifest import VersionGone, content_digest
+from asyncrl_jax.weights.publish import committed, sweep
+from asyncrl_jax.weights.read import describe, read_manifest
+
+from .loop import Learner
+from .pool import PooledGroup
+from .progress import Progress
+from .settlement import TrainedGroup
+
+log = logging.getLogger(__name__)
+
+
+def start_or_resume(learner: Learner) -> None:
+    """Leaves the learner at the newest update it can prove, with its weights announced.
+
+    A first start trains on the demonstrations and publishes v0. A resume restores the newest durable checkpoint and
+    replays the redo log; the replay must reproduce every version published since, or a new line of weights is opened.
+    """
+    step = learner.checkpoints.latest()
+    if step is None:
+        _start(learner)
+    else:
+        _resume(learner, step)
+
+
+def _start(learner: Learner) -> None:
+    sweep(learner.weights_dir)
+    learner.epoch, _ = learner.control.ensure_epoch()
+    learner.control.set_phase("running")
+    learner.control.add_line(learner.staleness.lines[0])
+    learner.announce_state()
+    learner.trainer.warm_start(learner.run_dir / "demonstrations.avro", learner.stop)
+    if learner.stop.is_set():
+        return
+    learner.trainer.freeze_reference()
+    learner.trainer.save_reference(learner.run_dir / "reference")
+    learner.publish(wait=True)
+    learner.save_checkpoint()
+
+
+def _resume(learner: Learner, step: int) -> None:
+    meta = _restore(learner, step)
+    learner.trainer.load_reference(learner.run_dir / "reference")
+    if learner.control.epoch() is None:
+        learner.staleness.versions.update(_versions_on_disk(learner.weights_dir))
+        reopen_after_reset(learner)
+    learner.epoch, _ = learner.control.ensure_epoch(at_least=learner.epoch)
+    learner.staleness.versions.update(learner.control.versions())
+    sweep(learner.weights_dir, announced=learner.staleness.versions)
+    learner.control.set_phase("running")
+    held = _read_pending(learner, meta)
+    _fill_pool(learner, held)
+    if not (_reproduced(learner) and _redo(learner)):
+        _restore(learner, step)
+        _keep_uses(learner, held)
+        _open_line(learner, held)
+    log.info("resumed at update %d of line %d from checkpoint %d", learner.update, learner.line, step)
+    learner.publish(wait=True)
+
+
+def _restore(learner: Learner, step: int) -> dict[str, Any]:
+    """Loads checkpoint `step` into the learner; returns its meta."""
+    meta = learner.trainer.restore(learner.checkpoints, step)
+    learner.line, learner.update, learner.epoch = meta["line"], meta["update"], meta["epoch"]
+    for number, parent, fork_update in meta["lines"]:
+        learner.staleness.lines[number] = Line(number, parent, fork_update)
+    learner.uses = {ticket_id: list(updates) for ticket_id, updates in meta["uses"].items()}
+    learner.undone = set(meta["undone"])
+    learner.progress = Progress.from_json(meta["progress"])
+    learner.finished = []
+    return meta
+
+
+def _versions_on_disk(weights_dir: str) -> dict[int, WeightVersion]:
+    """Committed versions by number: what can be announced again when Redis has forgotten."""
+    return {number: describe(weights_dir, number) for number in committed(weights_dir)}
+
+
+def _read_pending(learner: Learner, meta: dict[str, Any]) -> list[PooledGroup]:
+    """What the killed learner held and did not finish. What its checkpoint had fully trained is settled here."""
+    ended = set(meta["finished"])
+    settled: list[TrainedGroup] = []
+    held: dict[str, PooledGroup] = {}
+    for pooled in learner.intake.drain():
+        if pooled.ticket_id in ended:
+            settled.append(TrainedGroup(pooled, tuple(learner.uses[pooled.ticket_id]), meta["saved_at"]))
+        else:
+            held.setdefault(pooled.ticket_id, pooled)
+    _keep_uses(learner, list(held.values()))
+    learner.announce_state()
+    learner.settlement.settle(line=learner.line, update=learner.update, groups=settled)
+    return list(held.values())
+
+
+def _keep_uses(learner: Learner, held: list[PooledGroup]) -> None:
+    """Forgets the uses of tickets that were settled, now or before the kill."""
+    tickets = {pooled.ticket_id for pooled in held}
+    learner.uses = {ticket_id: updates for ticket_id, updates in learner.uses.items() if ticket_id in tickets}
+
+
+def _fill_pool(learner: Learner, held: list[PooledGroup]) -> None:
+    """Pools the held groups with the uses that the restored checkpoint counts."""
+    learner.pool.clear()
+    for pooled in held:
+        pooled.uses = len(learner.uses.get(pooled.ticket_id, ()))
+        learner.pool.add(pooled)
+
+
+def _redo(learner: Learner) -> bool:
+    """Replays the redo log. False when it cannot reproduce what was published."""
+    for entry in learner.control.redo(learner.update):
+        if entry["line"] != learner.line or entry["update"] != learner.update:
+            continue  # of a line abandoned before
+        batch = []
+        for ticket_id, _, _ in entry["groups"]:
+            if ticket_id not in learner.pool:
+                log.error("update %d cannot be replayed: the group of ticket %s is gone", learner.update, ticket_id)
+                return False
+            batch.append(learner.pool.use(ticket_id))
+        learner.apply(batch, entry["seed"])
+        if not _reproduced(learner):
+            return False
+    newest = [v.update for v in learner.staleness.versions.values() if v.line == learner.line]
+    if max(newest, default=0) > learner.update:
+        log.error("the redo log ends at update %d, version of update %d is published", learner.update, max(newest))
+        return False
+    return True
+
+
+def _reproduced(learner: Learner) -> bool:
+    """Whether the weights equal the version announced at this update, if there is one."""
+    for version in learner.staleness.versions.values():
+        if (version.line, version.update) == (learner.line, learner.update):
+            try:
+                published = content_digest(read_manifest(learner.weights_dir, version.number))
+            except VersionGone:
+                return True  # retired since: nothing to compare with
+            if published != learner.trainer.weights_digest():
+                log.error("update %d replayed differs from published v%d", learner.update, version.number)
+                return False
+            learner.version = version
+            log.info("update %d replayed, equal to published v%d", learner.update, version.number)
+    return True
+
+
+def _open_line(learner: Learner, held: list[PooledGroup]) -> None:
+    """Goes on from the checkpoint on a new line that names its parent; what was sampled beyond counts its distance."""
+    abandoned = [entry for entry in learner.control.redo(learner.update) if entry["line"] == learner.line]
+    learner.undone |= {ticket_id for entry in abandoned for ticket_id, _, _ in entry["groups"]}
+    line = Line(max(learner.staleness.lines) + 1, parent=learner.line, fork_update=learner.update)
+    log.error(
+        "line %d leaves line %d at update %d; its later updates are undone", line.line, learner.line, line.fork_update
+    )
+    at_fork = [
+        version
+        for version in learner.staleness.versions.values()
+        if version.line == learner.line and version.update <= learner.update
+    ]
+    learner.version = max(at_fork, key=lambda version: version.update, default=None)  # the parent of the next one
+    learner.staleness.lines[line.line] = line
+    learner.line = line.line
+    learner.control.add_line(line)
+    _fill_pool(learner, held)
+    for ticket_id, live in learner.ledger.live().items():
+        if live.state == "issued":
+            outcome = Outcome.UNDONE if ticket_id in learner.undone else Outcome.EXPIRED
+            learner.ledger.settle(ticket_id, outcome, update=learner.update, reason="line_abandoned")
+
+
+def reopen_after_reset(learner: Learner) -> None:
+    """Redis came back without its data: tell it again what is true, and let new tickets replace what was lost."""
+    before = learner.epoch
+    learner.epoch, _ = learner.control.ensure_epoch(at_least=before + 1)
+    lost = learner.settlement.record_lost(learner.epoch, learner.update, held=learner.uses)
+    log.error("Redis lost its data: epoch %d becomes %d, %d known tickets lost with it", before, learner.epoch, lost)
+    learner.pool.clear()
+    for line in learner.staleness.lines.values():
+        learner.control.add_line(line)
+    for _, version in sorted(learner.staleness.versions.items()):
+        learner.control.announce(version)
+    learner.control.set_phase("running")
+    learner.announce_state()

@@ -1,0 +1,101 @@
+"""What happens to trained groups once a checkpoint that holds their training is durable.
+
+Archive, then acknowledge and settle, then trim: killed between any two, the next learner repeats the step with the same
+effect, because the archive file is named by the checkpoint and written once, acknowledging twice is one acknowledgement
+and a ticket settles once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from asyncrl_jax.transport.archive import ArchivedGroup, read_ledger_events, write_groups, write_ledger_events
+from asyncrl_jax.transport.control import Control
+from asyncrl_jax.transport.groups import GroupReader
+from asyncrl_jax.transport.ledger import Ledger, LedgerEvent
+from asyncrl_jax.types import Outcome
+
+from .pool import PooledGroup
+
+EVENTS_PER_READ = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedGroup:
+    """A group with no use left, and the updates that used it."""
+
+    pooled: PooledGroup
+    updates: tuple[int, ...]  # update counts before each use
+    trained_at: float  # unix seconds, of the last use
+
+
+class Settlement:
+    """Turns a durable checkpoint into archived, acknowledged and settled tickets."""
+
+    def __init__(self, archive: Path, reader: GroupReader, ledger: Ledger, control: Control):
+        self._archive = archive
+        self._reader = reader
+        self._ledger = ledger
+        self._control = control
+        archive.mkdir(parents=True, exist_ok=True)
+
+    def settle(self, *, line: int, update: int, groups: list[TrainedGroup]) -> None:
+        """Archives and settles what the durable checkpoint at `update` of `line` has trained."""
+        if groups:
+            rows = [
+                ArchivedGroup(
+                    group=trained.pooled.group,
+                    dequeued_at=trained.pooled.dequeued_at,
+                    trained_at=trained.trained_at,
+                    line=line,
+                    updates=trained.updates,
+                )
+                for trained in groups
+            ]
+            path = self._archive / f"groups-{line:03d}-{update:08d}.avro"
+            if not path.exists():  # written whole, once: after a kill some of its groups may already be acknowledged
+                write_groups(path, rows)
+            entries = [(trained.pooled.entry, trained.pooled.ticket_id) for trained in groups]
+            self._reader.complete(entries, Outcome.TRAINED, update)
+        self._control.trim_redo(update)
+        self._archive_events()
+
+    def record_lost(self, epoch: int, update: int, held: Collection[str]) -> int:
+        """After a reset of Redis: writes down as failed what the archive knows as issued and nobody holds any more.
+
+        Tickets issued since the last checkpoint were known to Redis alone and leave no trace here; the learner counts
+        a group of such a ticket that it did train from the archived group itself. Cost: O(events in the archive).
+
+        Args:
+          epoch: the new one.
+          update: updates done.
+          held: tickets whose groups the learner has trained on and will settle.
+
+        Returns:
+          The number of tickets written down.
+        """
+        issued: set[str] = set()
+        ended = set(held)
+        for path in self._archive.glob("ledger-*.avro"):
+            for event in read_ledger_events(path):
+                (issued if event.outcome is None else ended).add(event.ticket_id)
+        lost = sorted(issued - ended)
+        now = int(time.time() * 1000)
+        write_ledger_events(
+            self._archive / f"ledger-lost-{epoch:04d}.avro",
+            [
+                LedgerEvent(f"{now}-{n}", "outcome", ticket_id, None, Outcome.FAILED, "lost_with_redis", update)
+                for n, ticket_id in enumerate(lost)
+            ],
+        )
+        return len(lost)
+
+    def _archive_events(self) -> None:
+        """Moves the ledger's events from Redis to files, so that Redis holds only what is live."""
+        # Named by the first event: the same name again means that it was not discarded, so nothing is overwritten.
+        while events := self._ledger.events(count=EVENTS_PER_READ):
+            write_ledger_events(self._archive / f"ledger-{events[0].event_id}.avro", events)
+            self._ledger.discard_events([event.event_id for event in events])

@@ -1,0 +1,151 @@
+"""The learner's JAX side: the train state, the frozen reference, the jitted step, and host copies of the weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from asyncrl_jax.config import Config
+from asyncrl_jax.models.hf_names import to_hf
+from asyncrl_jax.models.sharding import make_mesh
+from asyncrl_jax.models.transformer import Params
+from asyncrl_jax.seeds import derive_seed
+from asyncrl_jax.transport.demonstrations import read_demonstrations
+from asyncrl_jax.types import Group
+from asyncrl_jax.weights.manifest import Canary, Leaf, leaves_digest
+
+from .advantages import group_advantages
+from .checkpoint import Checkpoints
+from .packing import pack_update
+from .step import TrainState, canary_logprobs, create_state, learning_rate_at, make_train_step
+from .warm_start import warm_start
+
+CANARY_SHAPE = (4, 24)  # rows, tokens; at most environment.max_tokens
+
+
+class StopRequested(Exception):
+    """The process was asked to stop in the middle of the warm start."""
+
+
+class Trainer:
+    """One update is a function of the weights, the ordered groups, their lags and masks, and a seed; nothing else."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        mesh = make_mesh(config.mesh)
+        self._state = create_state(config, config.seed, mesh)
+        self._reference: Params | None = None
+        self._step = make_train_step(config, mesh)
+        self.warm_start_step = 0
+        self.warm_start_accuracy = 0.0
+        rows, length = CANARY_SHAPE
+        self._canary_tokens = np.random.default_rng(derive_seed(config.seed, "canary")).integers(
+            0, config.model.vocab_size, (rows, min(length, config.environment.max_tokens)), dtype=np.int32
+        )
+
+    def warm_start(self, default_path: Path, stop: threading.Event) -> None:
+        """Supervised steps on the demonstrations; the optimizer of the RL stage starts afresh.
+
+        Args:
+          default_path: of the demonstrations, when the config names none.
+          stop: ends it early.
+
+        Raises:
+          ValueError: if the demonstrations do not fit the model.
+          StopRequested: when `stop` was set meanwhile.
+        """
+        settings = self._config.warm_start
+        if settings.num_steps == 0:
+            return
+        path = settings.demonstrations or default_path
+        demonstrations = read_demonstrations(path)
+        if demonstrations.vocab_size > self._config.model.vocab_size:
+            raise ValueError(
+                f"{path}: {demonstrations.vocab_size} tokens, --config.model.vocab_size={self._config.model.vocab_size}"
+            )
+
+        def progress(step: int, metrics: Mapping[str, float]) -> None:
+            self.warm_start_step = step
+            self.warm_start_accuracy = metrics["accuracy"]
+            if stop.is_set():
+                raise StopRequested
+
+        rows = [(np.asarray(row.tokens, np.int32), np.asarray(row.loss_mask, np.uint8)) for row in demonstrations.rows]
+        self._state = warm_start(self._config, self._state, rows, progress)
+
+    def freeze_reference(self) -> None:
+        """From here on the KL is to the current weights."""
+        self._reference = jax.tree.map(np.asarray, self._state.params)
+
+    def save_reference(self, directory: Path) -> None:
+        reference = Checkpoints(directory, keep=1)
+        reference.save(0, self._reference, {})
+        reference.wait()
+
+    def load_reference(self, directory: Path) -> None:
+        like = jax.tree.map(np.asarray, self._state.params)
+        self._reference, _ = Checkpoints(directory, keep=1).restore(0, like)
+
+    def update(
+        self,
+        groups: Sequence[Group],
+        lags: Sequence[Sequence[np.ndarray]],
+        masks: Sequence[Sequence[np.ndarray]],
+        seed: int,
+        update: int,
+    ) -> dict[str, float]:
+        """One optimizer update.
+
+        Args:
+          groups: in the order that the redo log states.
+          lags: int32 [T] of every trajectory of every group.
+          masks: uint8 [T] of the same; the tokens that enter the loss.
+          seed: of everything random in the update.
+          update: updates done before; the learning rate's schedule follows it.
+
+        Returns:
+          Metrics of the update; `skipped` is 1 when the gradient was not finite and nothing changed.
+        """
+        rewards = [np.asarray([t.reward for t in group.trajectories], np.float32) for group in groups]
+        if self._config.reward.shuffle:
+            rewards = _shuffled(rewards, seed)
+        advantages = [group_advantages(of_group, self._config.learner.advantage_eps) for of_group in rewards]
+        packed = pack_update(groups, advantages, lags, self._config, masks)
+        rate = np.float32(learning_rate_at(self._config.learner, update))
+        self._state, metrics = self._step(self._state, self._reference, packed, rate)
+        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+    def host_weights(self) -> dict[str, np.ndarray]:
+        """Copies of the weights by Hugging Face name, that no later step can touch."""
+        return to_hf(jax.tree.map(np.array, self._state.params))
+
+    def weights_digest(self) -> str:
+        """Digest of the weights as a manifest states it: equal weights, equal digest."""
+        weights = self.host_weights()
+        return leaves_digest(tuple(Leaf.of(name, weights[name]) for name in sorted(weights)))
+
+    def canary(self) -> Canary:
+        """Fixed rows with their log-probs under the current weights."""
+        return Canary(self._canary_tokens, canary_logprobs(self._config, self._state.params, self._canary_tokens))
+
+    @property
+    def state(self) -> TrainState:
+        """Weights, moments and counts, as a checkpoint holds them."""
+        return self._state
+
+    def restore(self, checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+        """Loads the train state of checkpoint `step`; returns the checkpoint's meta."""
+        self._state, meta = checkpoints.restore(step, self._state)
+        return meta
+
+
+def _shuffled(rewards: list[np.ndarray], seed: int) -> list[np.ndarray]:
+    """The control experiment: rewards permuted over the whole batch."""
+    sizes = np.cumsum([len(of_group) for of_group in rewards])[:-1]
+    permuted = np.random.default_rng(seed).permutation(np.concatenate(rewards))
+    return np.split(permuted, sizes)

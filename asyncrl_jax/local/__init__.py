@@ -1,0 +1,1 @@
+"""Start-up of all roles as processes of one machine."""

@@ -1,0 +1,52 @@
+"""What processes inherit through their environment, and the password that must not stand anywhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from asyncrl_jax.config import RedisConfig
+from asyncrl_jax.local.child import PARENT_VARIABLE
+
+PASSWORD_VARIABLE = "ASYNCRL_REDIS_PASSWORD"  # noqa: S105 - the name of a variable
+
+
+def redis_password(config: RedisConfig) -> str | None:
+    """The password from `password_file`, else from the environment, else None.
+
+    Raises:
+      ValueError: if the file can't be read or is empty.
+    """
+    if not config.password_file:
+        return os.environ.get(PASSWORD_VARIABLE) or None
+    try:
+        password = Path(config.password_file).read_text().strip()
+    except OSError as error:
+        raise ValueError(f"--config.redis.password_file={config.password_file}: {error.strerror}") from error
+    if not password:
+        raise ValueError(f"--config.redis.password_file={config.password_file}: the file is empty")
+    return password
+
+
+def child_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` with what the roles of a local run need; whatever the user has set stays as it is.
+
+    Several processes share this machine, so each computes on one thread, and on the CPU unless JAX_PLATFORMS says
+    otherwise. Compiled programs are kept in the user's cache, so that the second run starts sooner.
+    """
+    environment = dict(base)
+    environment[PARENT_VARIABLE] = str(os.getpid())
+    environment["PYTHONUNBUFFERED"] = "1"  # a log's last lines must be there when a part dies
+    environment.setdefault("JAX_PLATFORMS", "cpu")
+    if environment["JAX_PLATFORMS"] == "cpu":
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        threads = "--xla_cpu_multi_thread_eigen"
+        if threads not in environment.get("XLA_FLAGS", ""):
+            environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {threads}=false".strip()
+    else:
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # learner and actors share the accelerator
+    cache = Path(base.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "asyncrl_jax" / "jit"))
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    return environment

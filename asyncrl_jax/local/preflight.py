@@ -1,0 +1,142 @@
+"""What can be known to be wrong before anything is started. Each finding is one line that names the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl_jax.config import Config
+from asyncrl_jax.local.environment import redis_password
+
+MIN_FREE_BYTES = 512 * 2**20  # a quickstart run leaves well under this
+MEMORY_PER_PROCESS_BYTES = 700 * 2**20  # of the learner and of each actor
+
+_PACKAGES = (
+    "fastavro",
+    "flax",
+    "grain",
+    "jax",
+    "matplotlib",
+    "optax",
+    "orbax",
+    "reasoning_gym",
+    "redis",
+    "tensorstore",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A thing looked at. `problem` is empty when it is in order; a warning does not stop the run."""
+
+    name: str
+    found: str
+    problem: str = ""
+    warning: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.problem) and not self.warning
+
+
+def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) -> list[Check]:
+    """Every check, in the order in which a user would mend things.
+
+    Args:
+      own_server: the launcher will start a Redis of its own.
+      resume: the run directory exists and is gone on with.
+    """
+    checks: list[Callable[[], Check]] = [
+        _packages,
+        lambda: _directory(run_dir, resume),
+        lambda: _disk(run_dir),
+        lambda: _port(config) if own_server else _server(config),
+        lambda: _demonstrations(config),
+        lambda: _memory(config),
+    ]
+    return [check() for check in checks]
+
+
+def _packages() -> Check:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    problem = f"not installed: {', '.join(missing)}; run `make install` or `pip install asyncrl-jax`" if missing else ""
+    return Check("packages", "all there", problem)
+
+
+def _directory(run_dir: Path, resume: bool) -> Check:
+    if not resume and run_dir.exists() and any(run_dir.iterdir()):
+        problem = f"{run_dir} is not empty: go on with it by --resume={run_dir}, or name another by --config.run_dir"
+        return Check("run directory", str(run_dir), problem)
+    existing = _nearest_existing(run_dir)
+    problem = ""
+    if not existing.is_dir():
+        problem = f"--config.run_dir={run_dir}: {existing} is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"--config.run_dir={run_dir}: no right to write in {existing}"
+    return Check("run directory", str(run_dir), problem)
+
+
+def _disk(run_dir: Path) -> Check:
+    free = shutil.disk_usage(_nearest_existing(run_dir)).free
+    found = f"{free / 2**30:.1f} GiB free"
+    if free >= MIN_FREE_BYTES:
+        return Check("disk", found)
+    return Check("disk", found, f"{found} for {run_dir}, at least {MIN_FREE_BYTES / 2**30:.1f} GiB is needed")
+
+
+def _port(config: Config) -> Check:
+    port = config.redis.port
+    if port == 0:
+        return Check("redis", "own server on a free loopback port")
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as the server does: a closed one does not block it
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            problem = f"--config.redis.port={port}: {error.strerror}; choose another, or 0 for any free one"
+            return Check("redis", f"port {port}", problem)
+    return Check("redis", f"own server on loopback port {port}")
+
+
+def _server(config: Config) -> Check:
+    from asyncrl_jax.transport.connection import RedisUnavailable, connect
+
+    found = f"server at {config.redis.url}"
+    try:
+        connect(dataclasses.replace(config.redis, outage_s=3.0), redis_password(config.redis)).close()
+    except (RedisUnavailable, ValueError) as error:
+        return Check("redis", found, str(error))
+    return Check("redis", found)
+
+
+def _demonstrations(config: Config) -> Check:
+    path = config.warm_start.demonstrations
+    if config.warm_start.num_steps == 0:
+        return Check("demonstrations", "none needed")
+    if path and not Path(path).is_file():
+        return Check("demonstrations", path, f"--config.warm_start.demonstrations={path}: no such file")
+    return Check("demonstrations", path or "written at the start of the run")
+
+
+def _memory(config: Config) -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = MEMORY_PER_PROCESS_BYTES * (1 + config.actor.num_hosts)
+    found = f"{total / 2**30:.1f} GiB of memory, {os.cpu_count()} cores"
+    if total >= needed:
+        return Check("machine", found)
+    problem = f"{found}: {config.actor.num_hosts} actors may not fit, lower --config.actor.num_hosts"
+    return Check("machine", found, problem, warning=True)
+
+
+def _nearest_existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,90 @@
+"""How many tickets to issue now, and how old their weights may be.
+
+Rule. Issued while the learner is at update u, a ticket carries `min_update` (no token of it is sampled with older
+weights) and the deadline `min_update + N` (no update after it trains on it), so a token's lag cannot exceed N whatever
+happens in between. What is outstanding stays within the updates that can still use it, and below that, just in time: the
+update under way, plus what the learner will ask for while the next groups are being sampled (Little's law), plus a small
+slack. Filling to the bound instead would make the mean lag N for ever.
+
+* async: `min_update = u - A`; at most N - A + 1 updates' worth outstanding.
+* semi_async: S updates' worth are released when the previous S are done; `min_update` and deadline are those of the
+  period, so N = S - 1.
+* sync: semi_async with S = 1, so every token has lag 0.
+
+Source: J. D. C. Little, "A proof for the queuing formula L = λW", 1961.
+Failure mode: an overestimated service time raises the depth, and with it the lag, up to N and never past it; an
+underestimated one lets the learner idle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from asyncrl_jax.config import LagConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """What admission looks at. Counts are of groups, a group trained r times counting r."""
+
+    update: int  # optimizer updates the learner has done
+    outstanding_tickets: int  # issued groups with a use left that no finished update has made yet
+    outstanding_uses: int  # those uses
+    update_s: float  # seconds between updates, lately; 0 if not known yet
+    service_s: float  # seconds from the start of a group's sampling to its arrival, lately; 0 if not known yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """The decision, and the number that caused it."""
+
+    num_tickets: int
+    min_update: int
+    deadline: int
+    target_uses: int  # uses that should be outstanding
+
+
+def decide(
+    observed: Observed,
+    lag: LagConfig,
+    *,
+    mode: str,
+    groups_per_update: int,
+    replay_ratio: int,
+    num_updates: int,
+) -> Admission:
+    """Tickets to issue now.
+
+    Args:
+      observed: the state of the run.
+      lag: the *effective* bounds of the mode (`Config.effective_lag`), in updates.
+      mode: "sync", "semi_async" or "async".
+      groups_per_update: groups one update consumes.
+      replay_ratio: most updates that may train on one group.
+      num_updates: length of the run; nothing is issued that no update could use.
+    """
+    update = observed.update
+    remaining = max(num_updates - update, 0) * groups_per_update
+    if mode == "async":
+        min_update = max(update - lag.actor_updates, 0)
+        deadline = min_update + lag.token_updates
+        bound = (lag.token_updates - lag.actor_updates + 1) * groups_per_update
+        target = min(bound, groups_per_update + _groups_in_service(observed, groups_per_update) + lag.slack_groups)
+    else:
+        period = lag.semi_async_batches
+        start = update - update % period
+        min_update, deadline = start, start + period - 1
+        target = (deadline + 1 - update) * groups_per_update
+    target = min(target, remaining)
+    tickets = max(target - observed.outstanding_uses, 0) // replay_ratio
+    if remaining:  # an update takes distinct groups, however many uses each has left
+        tickets = max(tickets, groups_per_update - observed.outstanding_tickets)
+    return Admission(tickets, min_update, deadline, target)
+
+
+def _groups_in_service(observed: Observed, groups_per_update: int) -> int:
+    """Groups the learner consumes while one is sampled; one update's worth until rates are known."""
+    if observed.update_s <= 0 or observed.service_s <= 0:
+        return groups_per_update
+    return math.ceil(groups_per_update * observed.service_s / observed.update_s)

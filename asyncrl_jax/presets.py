@@ -1,0 +1,39 @@
+"""Named starting points: changes to the default `Config`, by dotted name. Flags given beside a preset win over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl_jax.config import Config, override
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # The defaults: a small MoE that learns arithmetic with a calculator in minutes on two CPU cores.
+    "quickstart": {},
+    # Each group is trained on twice, from a pool that may hold 20 updates' worth: N - A = 20.
+    "replay": {
+        "lag.actor_updates": 4,
+        "lag.token_updates": 24,
+        "learner.replay_ratio": 2,
+        "weights.keep_versions": 32,
+    },
+    # Where practice at scale starts from: 1,024 episodes an update, KL 0.05, an evaluation every 50 updates.
+    "seed": {
+        "learner.groups_per_update": 128,
+        "learner.group_size": 8,
+        "learner.kl_coefficient": 0.05,
+        "evaluation.every_updates": 50,
+        "environment.max_turns": 16,
+    },
+}
+
+
+def preset(name: str) -> Config:
+    """The config of a preset.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"--preset={name}: use one of {', '.join(PRESETS)}")
+    config: Config = override(Config(), PRESETS[name])
+    return config

@@ -1,0 +1,11 @@
+"""Seeds derived from names, the same in every process."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def derive_seed(*parts: object) -> int:
+    """A seed in [0, 2**31) from any printable parts, so that every use of randomness has its own stream."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1

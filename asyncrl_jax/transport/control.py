@@ -1,0 +1,259 @@
+"""Control state in Redis: epoch, versions, leases, heartbeats, redo log, evaluations, phase, the orchestrator's memory.
+
+Times of leases and heartbeats are the server's, so the clocks of hosts need not agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import redis
+
+from asyncrl_jax.transport import scripts
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.types import EvaluationRequest, EvaluationResult, LearnerState, Line, WeightVersion
+
+PHASES = ("running", "finishing", "finished", "stopping")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(dataclasses.asdict(value), sort_keys=True)
+
+
+class Control:
+    """The state that roles share. Every write is one atomic step and safe to repeat."""
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self._redis: Any = client  # Any: redis-py types a reply for all client settings at once
+        self._keys = keys
+        self._announce = self._redis.register_script(scripts.ANNOUNCE)
+        self._forget = self._redis.register_script(scripts.FORGET)
+        self._add_once = self._redis.register_script(scripts.ADD_ONCE)
+        self._advance = self._redis.register_script(scripts.ADVANCE)
+        self._lease = self._redis.register_script(scripts.LEASE)
+        self._leased = self._redis.register_script(scripts.LEASED)
+        self._beat = self._redis.register_script(scripts.BEAT)
+        self._beating = self._redis.register_script(scripts.BEATING)
+        self._request = self._redis.register_script(scripts.REQUEST_EVALUATION)
+        self._claim = self._redis.register_script(scripts.CLAIM_EVALUATION)
+        self._renew = self._redis.register_script(scripts.RENEW_EVALUATION)
+        self._report = self._redis.register_script(scripts.REPORT_EVALUATION)
+
+    # --- Epoch, phase, memory ---
+
+    def ensure_epoch(self, at_least: int = 1) -> tuple[int, bool]:
+        """(epoch, fresh). `fresh`: Redis had no epoch, so it is new or its contents were lost; `at_least` is then set.
+
+        Args:
+          at_least: one more than any epoch this run has used, so that ticket ids stay unique for ever.
+        """
+        fresh = bool(self._redis.set(self._keys.epoch, at_least, nx=True))
+        epoch = self.epoch()
+        assert epoch is not None
+        return epoch, fresh
+
+    def epoch(self) -> int | None:
+        """The epoch, or None if Redis is new or was reset."""
+        value = self._redis.get(self._keys.epoch)
+        return None if value is None else int(value)
+
+    def advance_epoch(self, expected_new: int) -> int:
+        """Raises the epoch to `expected_new`; leaves a higher one alone. Returns the epoch."""
+        return int(self._advance(keys=[self._keys.epoch], args=[expected_new]))
+
+    def set_phase(self, phase: str) -> None:
+        """Raises: ValueError: for a phase that isn't one of PHASES."""
+        if phase not in PHASES:
+            raise ValueError(f"phase {phase!r}: use one of {', '.join(PHASES)}")
+        self._redis.set(self._keys.phase, phase)
+
+    def phase(self) -> str:
+        """The phase of the run; "running" when none was set."""
+        value = self._redis.get(self._keys.phase)
+        return "running" if value is None else value.decode()
+
+    def put_json(self, name: str, value: Any) -> None:
+        """Remembers a JSON value under a name."""
+        self._redis.hset(self._keys.state, name, json.dumps(value))
+
+    def get_json(self, name: str) -> Any:
+        """What `put_json` stored, or None."""
+        value = self._redis.hget(self._keys.state, name)
+        return None if value is None else json.loads(value)
+
+    def set_learner(self, state: LearnerState) -> None:
+        """States the learner's progress."""
+        self._redis.set(self._keys.learner, _dump(state))
+
+    def learner(self) -> LearnerState | None:
+        """The learner's progress, or None before it stated any."""
+        value = self._redis.get(self._keys.learner)
+        return None if value is None else LearnerState(**json.loads(value))
+
+    # --- Versions and lines ---
+
+    def announce(self, version: WeightVersion, *, backwards: bool = False) -> bool:
+        """Makes a committed version known, and the one that actors load if it is newer than that.
+
+        Args:
+          version: `announced_at` is set to now if it is 0.
+          backwards: also point actors at an older number, for a rollback.
+
+        Returns whether actors are pointed at this version.
+
+        Raises:
+          RuntimeError: if the number was announced with another manifest or place in history: numbers never repeat.
+        """
+        if not version.announced_at:
+            version = dataclasses.replace(version, announced_at=time.time())
+        keys = [self._keys.versions, self._keys.latest]
+        answer = self._announce(keys=keys, args=[version.number, _dump(version), _identity(version), int(backwards)])
+        if answer not in (0, 1):
+            raise RuntimeError(f"version {version.number} is announced already, as {answer.decode()}; now {version}")
+        return bool(answer)
+
+    def latest(self) -> WeightVersion | None:
+        """The version that actors load, or None before the first announcement."""
+        value = self._redis.get(self._keys.latest)
+        return None if value is None else self.version(int(value))
+
+    def version(self, number: int) -> WeightVersion | None:
+        """A version by number, or None if it was never announced or is forgotten."""
+        value = self._redis.hget(self._keys.versions, str(number))
+        return None if value is None else WeightVersion(**json.loads(value))
+
+    def versions(self) -> dict[int, WeightVersion]:
+        """Every version announced and not forgotten, by number in rising order."""
+        values = self._redis.hgetall(self._keys.versions)
+        found = {int(number): WeightVersion(**json.loads(value)) for number, value in values.items()}
+        return dict(sorted(found.items()))
+
+    def forget_versions(self, numbers: Iterable[int]) -> list[int]:
+        """Removes versions, except the latest and those under a lease. Returns the numbers that are gone.
+
+        Forget first and delete the files of what is returned: then no reader can lease a version that is being deleted.
+        """
+        wanted = sorted(set(numbers))
+        if not wanted:
+            return []
+        self._forget(keys=[self._keys.versions, self._keys.latest, self._keys.leases], args=wanted)
+        known = self._redis.hmget(self._keys.versions, [str(number) for number in wanted])
+        return [number for number, value in zip(wanted, known, strict=True) if value is None]
+
+    def add_line(self, line: Line) -> None:
+        """Raises: RuntimeError: if the number stands for another line already."""
+        existing = self._add_once(keys=[self._keys.lines], args=[line.line, _dump(line)])
+        if Line(**json.loads(existing)) != line:
+            raise RuntimeError(f"line {line.line} exists already, as {existing.decode()}; now {line}")
+
+    def lines(self) -> dict[int, Line]:
+        """Every line by number; line 0 always."""
+        values = self._redis.hgetall(self._keys.lines)
+        lines = {int(number): Line(**json.loads(value)) for number, value in values.items()}
+        return {0: Line(0)} | lines
+
+    # --- Leases and heartbeats ---
+
+    def lease(self, version: int, holder: str, ttl_s: float) -> bool:
+        """Protects a version from deletion for `ttl_s`. Call again to renew. False if the version is not announced."""
+        keys = [self._keys.leases, self._keys.versions]
+        return bool(self._lease(keys=keys, args=[version, holder, ttl_s]))
+
+    def release(self, version: int, holder: str) -> None:
+        """Ends a lease."""
+        self._redis.zrem(self._keys.leases, f"{version} {holder}")
+
+    def leased(self) -> set[int]:
+        """Versions under at least one lease that has not run out."""
+        return {int(member.split()[0]) for member in self._leased(keys=[self._keys.leases])}
+
+    def beat(self, role: str, instance: str, payload: dict[str, Any], ttl_s: float) -> None:
+        """States that an instance of a role is alive for the next `ttl_s`. Neither name holds a space."""
+        if " " in role or " " in instance:
+            raise ValueError(f"a space in {role!r} or {instance!r}")
+        keys = [self._keys.heartbeats, self._keys.heartbeat_expiry]
+        self._beat(keys=keys, args=[f"{role} {instance}", json.dumps(payload), ttl_s])
+
+    def heartbeats(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """Payload of every live instance, by (role, instance)."""
+        flat = self._beating(keys=[self._keys.heartbeats, self._keys.heartbeat_expiry])
+        alive = {}
+        for name, payload in zip(flat[::2], flat[1::2], strict=True):
+            role, instance = name.decode().split(" ")
+            alive[role, instance] = json.loads(payload)
+        return alive
+
+    # --- Redo log ---
+
+    def append_redo(self, update: int, payload: dict[str, Any]) -> None:
+        """States what `update` will train on, before it does. Replaces what was stated for it and for later updates."""
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.zremrangebyscore(self._keys.redo, update, "+inf")
+            pipe.zadd(self._keys.redo, {json.dumps({"update": update, "payload": payload}): update})
+            pipe.execute()
+
+    def redo(self, after_update: int) -> list[dict[str, Any]]:
+        """Payloads of the updates after `after_update`, in order, each with its `update`."""
+        members = self._redis.zrangebyscore(self._keys.redo, f"({after_update}", "+inf")
+        return [{**(record := json.loads(member))["payload"], "update": record["update"]} for member in members]
+
+    def trim_redo(self, upto_update: int) -> None:
+        """Drops updates up to and including `upto_update`: a durable checkpoint holds them."""
+        self._redis.zremrangebyscore(self._keys.redo, "-inf", upto_update)
+
+    # --- Evaluations ---
+
+    def request_evaluation(self, request: EvaluationRequest) -> bool:
+        """Queues an evaluation, once for its id. Returns whether this call did."""
+        keys = [self._keys.evaluation_requests, self._keys.evaluation_queue]
+        return bool(self._request(keys=keys, args=[request.evaluation_id, _dump(request), request.update]))
+
+    def claim_evaluation(self, holder: str, lease_s: float) -> EvaluationRequest | None:
+        """The evaluation this holder works on already, else the oldest that nobody does; None if there is none."""
+        found = self._claim(keys=self._evaluation_keys(), args=[holder, lease_s])
+        return None if found is None else EvaluationRequest(**json.loads(found))
+
+    def renew_evaluation(self, evaluation_id: str, holder: str, lease_s: float) -> bool:
+        """Extends the holder's lease. False if another holder has it or the result is in: stop working on it."""
+        return bool(self._renew(keys=self._evaluation_keys(), args=[evaluation_id, holder, lease_s]))
+
+    def report_evaluation(self, result: EvaluationResult) -> bool:
+        """Stores the first result of an evaluation. Returns whether this one is it."""
+        if not result.finished_at:
+            result = dataclasses.replace(result, finished_at=time.time())
+        return bool(self._report(keys=self._evaluation_keys(), args=[result.evaluation_id, _dump(result)]))
+
+    def evaluations(self) -> list[EvaluationResult]:
+        """All results, by update count."""
+        results = []
+        for value in self._redis.hvals(self._keys.evaluation_results):
+            record = json.loads(value)
+            for name in ("num_tasks", "num_successes"):  # JSON made strings of the levels
+                record[name] = {int(level): count for level, count in record[name].items()}
+            results.append(EvaluationResult(**record))
+        return sorted(results, key=lambda result: (result.update, result.evaluation_id))
+
+    def pending_evaluations(self) -> list[EvaluationRequest]:
+        """Requests without a result, by update count."""
+        waiting = self._redis.zrange(self._keys.evaluation_queue, 0, -1)
+        values = self._redis.hmget(self._keys.evaluation_requests, waiting) if waiting else []
+        return [EvaluationRequest(**json.loads(value)) for value in values if value is not None]
+
+    def _evaluation_keys(self) -> list[str]:
+        keys = self._keys
+        return [
+            keys.evaluation_requests,
+            keys.evaluation_queue,
+            keys.evaluation_holders,
+            keys.evaluation_expiry,
+            keys.evaluation_results,
+        ]
+
+
+def _identity(version: WeightVersion) -> str:
+    """What must be equal for two announcements of one number to be the same version."""
+    return f"{version.manifest_digest} {version.line} {version.update} {version.parent}"

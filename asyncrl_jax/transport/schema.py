@@ -1,0 +1,107 @@
+"""Avro schemas of the wire and of the archive.
+
+A group is columnar: one field holds one quantity of the whole group, as little-endian bytes. Dimensions: G
+trajectories, S tokens of all of them, P reward parts. Trajectory g owns `lengths[g]` of the S tokens, in order.
+
+A schema that was ever used stays readable: when it changes, the old one joins `READABLE`, and every new field has a
+default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fastavro
+from fastavro.schema import fingerprint, to_parsing_canonical_form
+
+
+def _fields(**types: Any) -> list[dict[str, Any]]:
+    return [{"name": name, "type": kind} for name, kind in types.items()]
+
+
+_TICKET = {
+    "type": "record",
+    "name": "Ticket",
+    "namespace": "asyncrl_jax",
+    "fields": _fields(
+        ticket_id="string",
+        environment="string",
+        split="string",
+        level="int",
+        index="long",
+        group_size="int",
+        line="int",
+        min_update="long",
+        deadline="long",
+        temperature="double",
+        seed="long",
+        issued_at="double",
+    ),
+}
+
+_GROUP = {
+    "type": "record",
+    "name": "Group",
+    "namespace": "asyncrl_jax",
+    "fields": [
+        *_fields(
+            ticket=_TICKET,
+            actor_id="string",
+            lengths="bytes",  # int32 [G]
+            tokens="bytes",  # int32 [S]
+            loss_mask="bytes",  # uint8 [S]
+            behaviour_logprobs="bytes",  # float32 [S]
+            policy_versions="bytes",  # int32 [S]
+            rewards="bytes",  # float64 [G]
+            reward_parts="bytes",  # float32 [G, P]
+            successes="bytes",  # uint8 [G]
+            finish_reasons="bytes",  # uint8 [G]; position in types.FinishReason
+            num_turns="bytes",  # int32 [G]
+            sampling_started_at="bytes",  # float64 [G]
+            sampling_ended_at="bytes",  # float64 [G]
+        ),
+        {"name": "partial", "type": "boolean", "default": False},
+        {"name": "enqueued_at", "type": "double", "default": 0.0},
+    ],
+}
+
+_ARCHIVED = {
+    "type": "record",
+    "name": "ArchivedGroup",
+    "namespace": "asyncrl_jax",
+    "fields": _fields(
+        group=_GROUP, dequeued_at="double", trained_at="double", line="int", updates={"type": "array", "items": "long"}
+    ),
+}
+
+_LEDGER_EVENT = {
+    "type": "record",
+    "name": "LedgerEvent",
+    "namespace": "asyncrl_jax",
+    "fields": _fields(
+        event_id="string",
+        kind="string",
+        ticket_id="string",
+        ticket=["null", _TICKET],
+        outcome=["null", "string"],
+        reason="string",
+        update=["null", "long"],
+    ),
+}
+
+TICKET = fastavro.parse_schema(_TICKET)
+GROUP = fastavro.parse_schema(_GROUP)
+ARCHIVED = fastavro.parse_schema(_ARCHIVED)
+LEDGER_EVENT = fastavro.parse_schema(_LEDGER_EVENT)
+
+
+def fingerprint_of(schema: Any) -> bytes:
+    """The 8 bytes that name a schema in single-object encoding: CRC-64-AVRO of its canonical form, little-endian."""
+    return bytes.fromhex(fingerprint(to_parsing_canonical_form(schema), "CRC-64-AVRO"))
+
+
+# Writers' schemas that a reader of each message understands, by fingerprint.
+READABLE: dict[str, dict[bytes, Any]] = {
+    "ticket": {fingerprint_of(TICKET): TICKET},
+    "group": {fingerprint_of(GROUP): GROUP},
+}

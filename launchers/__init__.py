@@ -1,0 +1,1 @@
+"""Binaries: flags to config to one call."""

@@ -1,0 +1,61 @@
+"""Lag of tokens, and what the bound leaves of a group."""
+
+import numpy as np
+
+from asyncrl_jax.learner.progress import Progress, lag_statistics
+from asyncrl_jax.learner.staleness import Staleness
+from asyncrl_jax.types import FinishReason, Line, Trajectory, WeightVersion
+
+VERSIONS = {n: WeightVersion(n, n - 1 if n else None, 0, n, "") for n in range(8)}
+
+
+def trajectory(versions: list[int]) -> Trajectory:
+    tags = np.asarray(versions, np.int32)
+    return Trajectory(
+        tokens=np.zeros_like(tags),
+        loss_mask=(tags >= 0).astype(np.uint8),
+        behaviour_logprobs=np.zeros(len(tags), np.float32),
+        policy_versions=tags,
+        reward=0.0,
+        reward_parts=np.zeros(4, np.float32),
+        success=False,
+        finish_reason=FinishReason.ANSWERED,
+        num_turns=1,
+        sampling_started_at=0.0,
+        sampling_ended_at=0.0,
+    )
+
+
+def test_wgt_06_a_trajectory_that_spans_versions_has_a_lag_per_token():
+    staleness = Staleness(VERSIONS, {0: Line(0)}, bound=4)
+    lags = staleness.token_lags(trajectory([-1, 3, 3, -1, 5]), line=0, update=6)
+    assert lags.tolist() == [0, 3, 3, 0, 1]
+
+
+def test_obs_03_lag_statistics_are_of_tokens():
+    progress = Progress()
+    progress.count_lags(np.array([3, 3, 1]), bound=4)
+    assert lag_statistics(progress.lag_histogram) == {"mean": 7 / 3, "p95": 3.0, "max": 3.0}
+    assert (progress.tokens_trained, progress.over_bound_tokens) == (3, 0)
+    progress.count_lags(np.array([5, 2]), bound=4)
+    assert (progress.tokens_trained, progress.over_bound_tokens) == (5, 1)
+    assert Progress.from_json(progress.to_json()) == progress
+
+
+def test_an_over_age_token_leaves_the_loss_or_takes_its_group_along_as_the_policy_says():
+    old_and_new = trajectory([-1, 0, 5])
+    expire = Staleness(VERSIONS, {0: Line(0)}, bound=4)
+    mask = Staleness(VERSIONS, {0: Line(0)}, bound=4, mask_over_age=True)
+    lags = mask.token_lags(old_and_new, line=0, update=6)
+    assert mask.trainable_mask(old_and_new, lags).tolist() == [0, 0, 1]
+    assert expire.is_unusable((0, 5), line=0, update=6)
+    assert not mask.is_unusable((0, 5), line=0, update=6)
+    assert mask.is_unusable((0, 1), line=0, update=6)
+    assert not expire.is_unusable((2, 5), line=0, update=6)
+
+
+def test_work_of_an_abandoned_line_counts_its_true_distance():
+    lines = {0: Line(0), 1: Line(1, parent=0, fork_update=4)}
+    versions = VERSIONS | {8: WeightVersion(8, 4, 1, 4, "")}
+    staleness = Staleness(versions, lines, bound=4)
+    assert staleness.token_lags(trajectory([7, 3, 8]), line=1, update=5).tolist() == [3 + 1, 2, 1]
