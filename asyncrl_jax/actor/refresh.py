@@ -25,7 +25,7 @@ from asyncrl_jax.weights.read import read
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 5  # in a row, before the process gives up
-_RETRY_S = 1.0  # before a refused version is tried again when no newer one has come
+_RETRY_S = 1.0  # before a version that failed to load is tried again, when no other one has come
 _PATIENCE_S = 10.0  # between log lines of one wait
 
 
@@ -103,7 +103,7 @@ class Refresher:
         self._control = control
         self._poll_interval_s = poll_interval_s
         self._max_behind = max_behind
-        self._refused: tuple[int, float] | None = None  # version number, and when it may be tried again (monotonic)
+        self._failed: tuple[int, float] | None = None  # version number, and when it may be tried again (monotonic)
         self._loaded = asyncio.Condition()
 
     async def run(self) -> None:
@@ -156,20 +156,19 @@ class Refresher:
     def _wants(self, latest: WeightVersion) -> bool:
         if self.version is not None and latest.number == self.version.number:
             return False
-        if self._refused is None:
+        if self._failed is None:
             return True
-        number, retry_at = self._refused
+        number, retry_at = self._failed
         return latest.number != number or time.monotonic() >= retry_at
 
     async def _refresh(self, latest: WeightVersion) -> None:
-        refused = self._loader.num_refused
         if await self._loader.load(latest):
-            self._refused = None
+            self._failed = None
             async with self._loaded:
                 self.version = latest
                 self._loaded.notify_all()
-        elif self._loader.num_refused > refused:
-            self._refused = (latest.number, time.monotonic() + _RETRY_S)
+        else:
+            self._failed = (latest.number, time.monotonic() + _RETRY_S)
 
     def _judge(self, learner: LearnerState | None, lines: dict[int, Line]) -> None:
         """Pauses or resumes the engine by its distance from the learner."""

@@ -58,7 +58,6 @@ class Sampler:
     ) -> None:
         """Args: group_size: expected, to claim no more than the slots hold; each ticket states its own."""
         self.counters = SamplerCounters()
-        self.num_episodes = 0  # running, or waiting for a slot
         self._engine = engine
         self._refresher = refresher
         self._tasks = tasks
@@ -71,6 +70,12 @@ class Sampler:
         self._max_attempts = max_attempts
         self._room = asyncio.Event()
         self._playing: dict[str, tuple[Delivery, asyncio.Task[None]]] = {}  # by ticket id
+        self._unfinished: collections.Counter[str] = collections.Counter()  # members by ticket id
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes running, or waiting for a slot or for weights."""
+        return self._unfinished.total()
 
     async def run(self) -> None:
         """Claims and plays for as long as it is not cancelled; then gives back what it holds."""
@@ -85,7 +90,7 @@ class Sampler:
                         continue
                     count = max(1, free // self._group_size)
                     for delivery in await asyncio.to_thread(self._tasks.claim, count, _CLAIM_BLOCK_MS):
-                        self.num_episodes += delivery.ticket.group_size
+                        self._unfinished[delivery.ticket.ticket_id] = delivery.ticket.group_size
                         task = serving.create_task(self._serve(delivery), name=f"ticket {delivery.ticket.ticket_id}")
                         self._playing[delivery.ticket.ticket_id] = (delivery, task)
         finally:
@@ -121,7 +126,7 @@ class Sampler:
             log.error("ticket %s failed: %s", ticket.ticket_id, error)
             await asyncio.to_thread(self._tasks.fail, delivery, str(error))
         finally:
-            self.num_episodes -= ticket.group_size
+            del self._unfinished[ticket.ticket_id]
             self._room.set()
 
     async def _play(self, ticket: Ticket) -> tuple[Trajectory, ...]:
@@ -138,6 +143,14 @@ class Sampler:
                 member.cancel()
 
     async def _play_member(self, ticket: Ticket, member: int) -> Trajectory:
+        try:
+            return await self._attempt(ticket, member)
+        finally:  # makes room at once, not only when the slowest member is done
+            if ticket.ticket_id in self._unfinished:
+                self._unfinished[ticket.ticket_id] -= 1
+                self._room.set()
+
+    async def _attempt(self, ticket: Ticket, member: int) -> Trajectory:
         for attempt in range(1, self._max_attempts + 1):
             try:
                 return await run_episode(

@@ -214,7 +214,7 @@ class Learner:
 
     def _log_redo(self, batch: list[PooledGroup], seed: int) -> None:
         groups = [[pooled.ticket_id, pooled.entry.partition, pooled.entry.entry_id] for pooled in batch]
-        self.control.append_redo(self.update, {"line": self.line, "seed": seed, "groups": groups})
+        self.control.append_redo(self.update + 1, {"line": self.line, "seed": seed, "groups": groups})
 
     def apply(self, batch: list[PooledGroup], seed: int) -> dict[str, float]:
         """One optimizer update on `batch`; a function of the weights, the ordered groups and the seed alone."""

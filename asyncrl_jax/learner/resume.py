@@ -117,7 +117,7 @@ def _fill_pool(learner: Learner, held: list[PooledGroup]) -> None:
 def _redo(learner: Learner) -> bool:
     """Replays the redo log. False when it cannot reproduce what was published."""
     for entry in learner.control.redo(learner.update):
-        if entry["line"] != learner.line or entry["update"] != learner.update:
+        if entry["line"] != learner.line or entry["update"] != learner.update + 1:
             continue  # of a line abandoned before
         batch = []
         for ticket_id, _, _ in entry["groups"]:

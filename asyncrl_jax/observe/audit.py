@@ -64,15 +64,13 @@ class Evidence:
     groups: list[ArchivedGroup]
     checkpoint: Mapping[str, Any]  # `meta`; empty without a checkpoint
     live: frozenset[str] | None  # live tickets; None without Redis
+    seen: frozenset[str]  # tickets that had been issued before `live` was read
     versions: Mapping[int, WeightVersion]
     lines: Mapping[int, Line]
 
 
 def audit(run_dir: Path, client: redis_client.Redis | None = None) -> AuditReport:
-    """Audits a run directory.
-
-    A run in motion is audited as of the moment Redis is read, so the files are read after it: what moves from Redis to
-    the files in between is then seen twice, never missed.
+    """Audits a run directory; the run may be in motion.
 
     Args:
       client: the run's Redis; without it, what is live and events not yet archived are not known.
@@ -85,22 +83,37 @@ def audit(run_dir: Path, client: redis_client.Redis | None = None) -> AuditRepor
 
 
 def collect(run_dir: Path, config: Config, client: redis_client.Redis | None) -> Evidence:
-    """Reads the evidence."""
-    events: list[LedgerEvent] = []
+    """Reads the evidence, in an order that makes a run in motion no contradiction.
+
+    The checkpoint comes before the archive, which then holds at least what the checkpoint had settled. Events are read
+    before and after the live tickets: issued before and not ended after, a ticket must have been live in between.
+    """
+    checkpoint = read_checkpoint_meta(run_dir)
+    archive = run_dir / "archive"
     live: frozenset[str] | None = None
+    seen: frozenset[str] = frozenset()
     versions: Mapping[int, WeightVersion] = {}
     lines: Mapping[int, Line] = {0: Line(0)}
+    ledger: Ledger | None = None
     if client is not None:
         keys = Keys(config.redis.namespace)
-        # Live tickets first: one that ends in between has its outcome among the events, which is no contradiction.
-        live = frozenset(Ledger(client, keys).live())
-        events += _all_events(Ledger(client, keys))
-        versions, lines = Control(client, keys).versions(), {0: Line(0)} | Control(client, keys).lines()
-    archive = run_dir / "archive"
+        ledger, control = Ledger(client, keys), Control(client, keys)
+        seen = frozenset(event.ticket_id for event in _events(archive, ledger) if event.outcome is None)
+        live = frozenset(ledger.live())
+        versions, lines = control.versions(), control.lines()
+    events = _events(archive, ledger)
+    groups = [group for path in sorted(archive.glob("groups-*.avro")) for group in read_groups(path)]
+    return Evidence(events, groups, checkpoint, live, seen, versions, lines)
+
+
+def _events(archive: Path, ledger: Ledger | None) -> list[LedgerEvent]:
+    """Every event; those that move from Redis to the files meanwhile are read twice, never missed."""
+    events: list[LedgerEvent] = []
+    while ledger is not None and (batch := ledger.events(events[-1].event_id if events else "0-0", 10_000)):
+        events += batch
     for path in sorted(archive.glob("ledger-*.avro")):
         events += read_ledger_events(path)
-    groups = [group for path in sorted(archive.glob("groups-*.avro")) for group in read_groups(path)]
-    return Evidence(events, groups, read_checkpoint_meta(run_dir), live, versions, lines)
+    return events
 
 
 def read_checkpoint_meta(run_dir: Path) -> dict[str, Any]:
@@ -114,6 +127,7 @@ def read_checkpoint_meta(run_dir: Path) -> dict[str, Any]:
 
 def examine(config: Config, evidence: Evidence) -> AuditReport:
     """Judges the evidence; a pure function."""
+    evidence = dataclasses.replace(evidence, events=[*evidence.events, *_restored_events(evidence)])
     counts = recompute(evidence.events)
     meta = evidence.checkpoint
     archived_lags = lag_histogram(evidence)
@@ -159,6 +173,23 @@ def lag_histogram(evidence: Evidence) -> dict[int, int]:
     return dict(sorted(histogram.items()))
 
 
+def _restored_events(evidence: Evidence) -> list[LedgerEvent]:
+    """Events that were lost with an earlier epoch of Redis, as far as the archived groups prove them."""
+    epoch = int(evidence.checkpoint.get("epoch", 1))
+    issued = {event.ticket_id for event in evidence.events if event.outcome is None}
+    ended = {event.ticket_id for event in evidence.events if event.outcome is not None}
+    restored: list[LedgerEvent] = []
+    for row in evidence.groups:
+        name = row.group.ticket.ticket_id
+        if int(name.split("-")[0]) >= epoch:
+            continue
+        if name not in issued:
+            restored.append(LedgerEvent(f"0-{len(restored)}", "issued", name, row.group.ticket))
+        if name not in ended:
+            restored.append(LedgerEvent(f"0-{len(restored)}", "outcome", name, outcome=Outcome.TRAINED))
+    return restored
+
+
 def _ledger_problems(counts: LedgerCounts, evidence: Evidence) -> list[str]:
     problems = []
     if counts.unissued:
@@ -168,7 +199,7 @@ def _ledger_problems(counts: LedgerCounts, evidence: Evidence) -> list[str]:
     if evidence.live is not None:
         issued = {event.ticket_id for event in evidence.events if event.outcome is None}
         ended = {event.ticket_id for event in evidence.events if event.outcome is not None}
-        if lost := issued - ended - evidence.live:
+        if lost := evidence.seen - ended - evidence.live:
             problems.append(f"issued, not ended and not live: {_names(lost)}")
         if strange := evidence.live - issued:
             problems.append(f"live but never issued: {_names(strange)}")
@@ -210,7 +241,9 @@ def _update_problems(config: Config, evidence: Evidence) -> list[str]:
     durable = int(evidence.checkpoint["update"])
     groups_of = collections.Counter(update for updates in uses.values() for update in updates if update < durable)
     expected = config.learner.groups_per_update
-    if wrong := {update: groups_of[update] for update in range(durable) if groups_of[update] != expected}:
+    # With Redis, groups may have been lost that a checkpoint had trained on and that no archive file held yet.
+    least = expected if int(evidence.checkpoint["epoch"]) == 1 else 0
+    if wrong := {n: groups_of[n] for n in range(durable) if not least <= groups_of[n] <= expected}:
         shown = ", ".join(f"update {update} used {count}" for update, count in list(wrong.items())[:_SHOWN])
         problems.append(f"{len(wrong)} updates did not use {expected} groups: {shown}")
     return problems
@@ -226,13 +259,6 @@ def _lag_problems(config: Config, evidence: Evidence, archived: Mapping[int, int
     if config.lag.straggler_policy == "expire" and (over := sum(n for lag, n in archived.items() if lag > bound)):
         problems.append(f"{over} archived tokens were older than {bound} updates when they were trained on")
     return problems
-
-
-def _all_events(ledger: Ledger) -> list[LedgerEvent]:
-    events: list[LedgerEvent] = []
-    while batch := ledger.events(events[-1].event_id if events else "0-0", 10_000):
-        events += batch
-    return events
 
 
 def _names(tickets: Iterable[str]) -> str:

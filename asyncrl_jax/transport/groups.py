@@ -139,7 +139,7 @@ class GroupReader:
     ) -> int:
         """Acknowledges and deletes entries and settles their tickets, in one step for each partition.
 
-        A ticket is settled only by the entry that the ledger recorded for it. Safe to repeat.
+        Nothing happens for a pair whose ticket the ledger does not have in that entry. Safe to repeat.
 
         Args:
           pairs: entries, each with its ticket id.
@@ -163,12 +163,13 @@ class GroupReader:
         """Moves an entry to the dead letters and settles its ticket as quarantined, in one step.
 
         Args:
-          ticket_id: of the ticket; by default the one the ledger has for the entry.
+          ticket_id: as the message states it, which may be a lie: it is noted, and the ledger's ticket is settled.
 
         Returns whether the entry was still there.
         """
-        stream = self._keys.groups(entry.partition)
-        return self._bury(stream, entry.entry_id, reason, detail, ticket_id or entry.ticket.ticket_id)
+        if ticket_id not in (None, entry.ticket.ticket_id):
+            detail = f"{detail} (it states ticket {ticket_id})"
+        return self._bury(self._keys.groups(entry.partition), entry.entry_id, reason, detail, entry.ticket.ticket_id)
 
     def depth(self) -> int:
         """Entries not yet read by any learner. Counted without `lag`, which Redis 6.2 lacks."""

@@ -129,8 +129,7 @@ _HOLDING = (
 local consumer, ticket, entry = ARGV[2], ARGV[3], ARGV[4]
 -- The ticket may be settled, queued, or claimed by another consumer since it was handed out.
 local function holds()
-  return redis.call('HGET', TASK_ENTRIES, ticket) == entry
-    and #redis.call('XPENDING', TASKS, '{TASK_CONSUMERS}', entry, entry, 1, consumer) == 1
+  return #redis.call('XPENDING', TASKS, '{TASK_CONSUMERS}', entry, entry, 1, consumer) == 1
 end
 """
 )
@@ -178,7 +177,7 @@ return 1
 )
 
 # KEYS: settlement. ARGV: prefix, partition, outcome, reason, update, then (entry, ticket id) pairs.
-# Acknowledges and deletes entries of one partition and settles their tickets. Returns the number settled now.
+# Settles tickets whose group is queued in this entry, which acknowledges and deletes it. Returns the number settled now.
 COMPLETE = (
     _SETTLEMENT
     + """
@@ -187,7 +186,6 @@ local settled = 0
 for i = 6, #ARGV, 2 do
   local entry, ticket = ARGV[i], ARGV[i + 1]
   local of_ticket, queued = queued_at(ticket)
-  drop_group(partition, entry)
   if of_ticket == partition and queued == entry then
     settled = settled + settle(ticket, outcome, reason, update)
   end

@@ -8,7 +8,6 @@ from engine_setup import MAX_TOKENS, MODEL, full_logits, full_logprobs, make_eng
 from asyncrl_jax.weights.manifest import WeightsMismatch
 
 NEVER = frozenset()
-VERSIONS = {number: make_version(number) for number in range(3)}
 
 
 async def converse(engine, seed, temperature=1.0, turns=((5, 6, 7), (8, 9), (3,)), length=6):
@@ -27,7 +26,7 @@ async def converse(engine, seed, temperature=1.0, turns=((5, 6, 7), (8, 9), (3,)
 
 
 async def load(engine, number):
-    _, manifest, tensors = VERSIONS[number]
+    _, manifest, tensors = make_version(number)
     await engine.load(manifest, tensors)
 
 
@@ -40,7 +39,7 @@ def test_logprobs_are_those_of_the_distribution_sampled():
 
     for tokens, logprobs, versions in asyncio.run(run()):
         sampled = versions[1:] >= 0
-        expected = full_logprobs(VERSIONS[0][0], tokens, temperature=0.7)
+        expected = full_logprobs(make_version(0)[0], tokens, temperature=0.7)
         np.testing.assert_allclose(logprobs[1:][sampled], expected[sampled], atol=2e-5)
         assert sampled.sum() == 18
 
@@ -59,7 +58,7 @@ def test_tokens_are_drawn_from_that_distribution(temperature):
         return [tokens[-1] for tokens, _, _ in drawn]
 
     counts = np.bincount(asyncio.run(run()), minlength=MODEL.vocab_size)
-    expected = num_samples * np.asarray(jax.nn.softmax(full_logits(VERSIONS[1][0], prompt)[-1] / temperature))
+    expected = num_samples * np.asarray(jax.nn.softmax(full_logits(make_version(1)[0], prompt)[-1] / temperature))
     deviations = (counts - expected) / np.sqrt(np.maximum(expected, 1.0))
     assert np.abs(deviations).max() < 5.0
 
@@ -101,9 +100,9 @@ def test_wgt_04_refuses_to_sample_before_proven_weights():
         session = await engine.open(0, 1.0)
         with pytest.raises(RuntimeError, match="no weights are proven"):
             await session.generate((1,), NEVER, 1)
-        _, manifest, _ = VERSIONS[0]
+        _, manifest, _ = make_version(0)
         with pytest.raises(WeightsMismatch):
-            await engine.load(manifest, VERSIONS[1][2])
+            await engine.load(manifest, make_version(1)[2])
         assert engine.version is None
         with pytest.raises(RuntimeError, match="no weights are proven"):
             await session.generate((1,), NEVER, 1)
@@ -134,7 +133,7 @@ def not_finite(tensors):
 
 
 def old_version(_tensors):
-    return VERSIONS[0][2]
+    return make_version(0)[2]
 
 
 def one_weight_off(tensors):
@@ -162,7 +161,7 @@ def test_wgt_05_wgt_07_wrong_weights_are_refused_and_the_old_ones_go_on(mutate, 
         await load(engine, 0)
         async with running(engine):
             before = await converse(engine, 3)
-            _, manifest, tensors = VERSIONS[1]
+            _, manifest, tensors = make_version(1)
             with pytest.raises(WeightsMismatch) as caught:
                 await engine.load(manifest, mutate(tensors))
             assert caught.value.reason == reason
@@ -177,7 +176,7 @@ def test_wgt_05_wgt_07_wrong_weights_are_refused_and_the_old_ones_go_on(mutate, 
 @pytest.mark.parametrize("fault", ["temperature ignored", "log-probs of the step before", "stale weights"])
 def test_a_serving_program_that_lies_is_refused(monkeypatch, fault):
     engine = make_engine()
-    step, stale = engine._programs.step, VERSIONS[0][0]
+    step, stale = engine._programs.step, make_version(0)[0]
 
     def lie(params, cache, tokens_B, positions_B, seeds_B2, temperature_B):
         if fault == "temperature ignored":
@@ -221,7 +220,7 @@ def test_mis_04_wgt_06_a_swap_leaves_nothing_stale_and_tags_every_token():
         seen |= set(versions.tolist())
         for number in set(versions.tolist()) - {-1}:
             made = versions[1:] == number
-            expected = full_logprobs(VERSIONS[number][0], tokens)
+            expected = full_logprobs(make_version(number)[0], tokens)
             np.testing.assert_allclose(logprobs[1:][made], expected[made], atol=2e-5)
     assert seen == {-1, 0, 1, 2}
 
@@ -268,7 +267,7 @@ def test_two_engines_of_one_model_share_programs_and_nothing_else():
     for number, (tokens, logprobs, versions) in enumerate(asyncio.run(run())):
         made = versions[1:] == number
         assert made.sum() == 18
-        np.testing.assert_allclose(logprobs[1:][made], full_logprobs(VERSIONS[number][0], tokens)[made], atol=2e-5)
+        np.testing.assert_allclose(logprobs[1:][made], full_logprobs(make_version(number)[0], tokens)[made], atol=2e-5)
 
 
 def test_shapes_are_compiled_once():

@@ -69,6 +69,12 @@ def wait_for(condition, launcher: subprocess.Popen[str], limit_s: float = 30.0) 
         time.sleep(0.02)
 
 
+def kill_and_await_restart(launcher: subprocess.Popen[str], part: str) -> None:
+    pid = parts(launcher.pid)[part]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: parts(launcher.pid).get(part, pid) != pid, launcher)
+
+
 def gone(pids) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -137,9 +143,7 @@ def test_killed_parts_are_started_again_and_the_run_finishes(tmp_path):
     with running_launcher(tmp_path / "run", "100") as launcher:
         config = (tmp_path / "run" / "config.json").read_text()
         for part in ("redis", "learner"):
-            before = parts(launcher.pid)
-            os.kill(before[part], signal.SIGKILL)
-            wait_for(lambda: parts(launcher.pid).get(part, before[part]) != before[part], launcher)
+            kill_and_await_restart(launcher, part)
         output, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 0, errors
     assert "redis ended by signal SIGKILL; it is started again" in output

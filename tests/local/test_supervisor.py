@@ -66,14 +66,19 @@ def test_too_many_restarts_in_the_window_fail_the_run(tmp_path):
     now = [0.0]
     supervisor = Supervisor(notify=lambda message: None, clock=lambda: now[0])
     supervisor.start(shell(tmp_path, "learner", SLEEP))
+
+    def kill_and_restart():
+        process = supervisor.process("learner")
+        process.kill()
+        process.wait()
+        supervisor.poll(ending=False)
+        now[0] += 16.0  # longer than any pause before a restart, six of them within the window
+        supervisor.poll(ending=False)
+
+    for _ in range(module.MAX_RESTARTS):
+        kill_and_restart()
     with pytest.raises(PartFailed, match="learner ended by signal SIGKILL"):
-        for _ in range(module.MAX_RESTARTS + 1):
-            process = supervisor.process("learner")
-            process.kill()
-            process.wait()
-            supervisor.poll(ending=False)
-            now[0] += 16.0  # longer than any pause before a restart, six of them within the window
-            supervisor.poll(ending=False)
+        kill_and_restart()
     supervisor.stop()
     assert supervisor.restarts["learner"] == module.MAX_RESTARTS
 
@@ -106,8 +111,8 @@ def test_ux_02_a_crash_at_start_twice_names_the_part_and_its_last_lines(tmp_path
 
 
 def test_exit_code_2_is_a_users_mistake_and_is_not_tried_again(tmp_path, supervisor):
-    supervisor.start(shell(tmp_path, "learner", "echo --config.seed=x: no number; exit 2"))
-    with pytest.raises(PartFailed, match="--config.seed=x: no number"):
+    supervisor.start(shell(tmp_path, "learner", "echo seed=x: no number; exit 2"))
+    with pytest.raises(PartFailed, match="seed=x: no number"):
         poll_until(supervisor, lambda: False)
     assert not supervisor.restarts
 

@@ -1,4 +1,4 @@
-"""Groups and tickets on the wire and in the archive."""
+"""Groups and tickets on the wire."""
 
 from __future__ import annotations
 

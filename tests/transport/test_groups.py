@@ -84,6 +84,28 @@ def test_a_second_attempt_at_a_ticket_is_counted_and_dropped(run, make_group):
     assert read_all(run.reader()) == []
 
 
+def test_a_group_of_a_ticket_that_was_given_back_is_taken_and_its_new_task_dropped(run, make_group):
+    (ticket,) = run.issue(1)
+    tasks = run.tasks()
+    (delivery,) = tasks.claim(1, 0)
+    assert tasks.release(delivery)
+    assert run.writer.submit(delivery, make_group(ticket))
+    assert tasks.claim(1, 0) == []
+    assert run.client.xlen(run.keys.tasks) == 0
+
+
+def test_a_message_cannot_take_another_ticket_down_with_it(run):
+    run.queue(2)
+    bad, good = read_all(run.reader())
+    reader = run.reader()
+    assert reader.dead_letter(bad, "length_mismatch", "tokens", good.ticket.ticket_id)
+    assert list(run.ledger.live()) == [good.ticket.ticket_id]
+    assert reader.complete([(good, bad.ticket.ticket_id)], Outcome.TRAINED, 1) == 0
+    (letter,) = DeadLetters(run.client, run.keys).read()
+    assert letter.ticket_id == bad.ticket.ticket_id
+    assert letter.detail == f"tokens (it states ticket {good.ticket.ticket_id})"
+
+
 def test_a_group_of_another_ticket_is_not_sent(run, make_group, make_ticket):
     run.issue(1)
     (delivery,) = run.tasks().claim(1, 0)

@@ -116,6 +116,16 @@ def test_an_entry_that_the_ledger_did_not_write_is_put_away(run, fields):
     assert run.ledger.counts()["pending"] == 1
 
 
+def test_q_04_a_pending_entry_that_someone_deleted_does_not_stay_pending(run, caplog):
+    run.issue(2)
+    first, second = run.tasks().claim(2, 0)
+    run.client.xdel(run.keys.tasks, first.entry_id)
+    assert [d.ticket for d in run.tasks().claim(2, 0)] == [second.ticket]
+    assert run.client.xpending(run.keys.tasks, "actors")["pending"] == 1
+    assert first.entry_id in caplog.text
+    assert run.ledger.missing() == [first.ticket.ticket_id]
+
+
 def test_claims_go_on_after_redis_was_emptied(run):
     tasks = run.tasks()
     run.client.delete(run.keys.tasks)

@@ -4,7 +4,15 @@ import json
 import numpy as np
 import pytest
 
-from asyncrl_jax.weights.manifest import Canary, Leaf, Manifest, WeightsMismatch, check_canary, content_digest
+from asyncrl_jax.weights.manifest import (
+    Canary,
+    Leaf,
+    Manifest,
+    WeightsMismatch,
+    check_canary,
+    content_digest,
+    leaves_digest,
+)
 
 
 def make_manifest(params, canary, **changes) -> Manifest:
@@ -92,6 +100,7 @@ def test_hostile_manifest_is_malformed(manifest, name):
 
 def test_content_digest_is_of_the_weights_alone(params, canary, make):
     here = content_digest(make_manifest(params, canary))
+    assert leaves_digest(tuple(Leaf.of(name, params[name]) for name in sorted(params))) == here
     assert content_digest(make_manifest(params, canary, number=9, parent=None, update=7, created_at=0.0)) == here
     one_bit = {name: array.copy() for name, array in params.items()}
     one_bit["lm_head.weight"].view(np.uint32)[0, 0] ^= 1

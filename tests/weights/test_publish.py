@@ -13,10 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from asyncrl_jax.types import WeightVersion
-from asyncrl_jax.weights.manifest import VersionGone, content_digest, digest
+from asyncrl_jax.weights.manifest import VersionGone, content_digest
 from asyncrl_jax.weights.publish import committed, publish, retain, sweep
-from asyncrl_jax.weights.read import MANIFEST, read, read_manifest
+from asyncrl_jax.weights.read import MANIFEST, describe, read, read_manifest
 from asyncrl_jax.weights.save import host_copy
 
 KILLED_PUBLISHER = pathlib.Path(__file__).with_name("killed_publisher.py")
@@ -34,13 +33,6 @@ def publish_line(directory, params, canary, numbers):
         publish(directory, params, number=n, parent=n - 1 if n else None, line=0, update=n, canary=canary)
         for n in numbers
     ]
-
-
-def read_version(directory, manifest):
-    """The arrays of a committed version, through the public reader."""
-    data = (directory / f"v{manifest.number:06d}" / MANIFEST).read_bytes()
-    version = WeightVersion(manifest.number, manifest.parent, manifest.line, manifest.update, digest(data))
-    return read(directory, version)[1]
 
 
 def test_wgt_13_a_hundred_round_trips_are_bit_identical(tmp_path, params, canary):
@@ -111,16 +103,16 @@ def test_wgt_01_a_publisher_killed_anywhere_leaves_the_old_version_or_the_new(tm
     script = runpy.run_path(str(KILLED_PUBLISHER))
     outcomes = {"old": 0, "new": 0}
     for directory in tmp_path.iterdir():
-        assert same(read_version(directory, read_manifest(directory, 0)), script["params"](0))
+        assert same(read(directory, describe(directory, 0))[1], script["params"](0))
         try:
-            new = read_manifest(directory, 1)
+            new = describe(directory, 1)
             outcomes["new"] += 1
         except VersionGone:
             outcomes["old"] += 1
         else:
-            assert same(read_version(directory, new), script["params"](1))
+            assert same(read(directory, new)[1], script["params"](1))
         script["write"](directory, 1)  # the restarted publisher needs no help
-        assert same(read_version(directory, read_manifest(directory, 1)), script["params"](1))
+        assert same(read(directory, describe(directory, 1))[1], script["params"](1))
         sweep(directory)
         assert sorted(os.listdir(directory)) == ["v000000", "v000001"]
         assert not list(directory.rglob("*tmp*"))

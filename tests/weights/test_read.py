@@ -8,10 +8,12 @@ import threading
 
 import numpy as np
 import pytest
+import tensorstore as ts
 
+from asyncrl_jax.weights import commit
 from asyncrl_jax.weights.manifest import VersionGone, WeightsMismatch, digest
 from asyncrl_jax.weights.publish import publish, retain
-from asyncrl_jax.weights.read import MANIFEST, read, read_manifest
+from asyncrl_jax.weights.read import MANIFEST, describe, read, read_manifest, version_path
 
 
 @pytest.fixture
@@ -29,6 +31,21 @@ def test_reader_gets_what_was_published_to_the_bit(published, params, canary):
         assert arrays[name].tobytes() == array.tobytes()
     np.testing.assert_array_equal(manifest.canary.logprobs, canary.logprobs)
     assert read_manifest(published[0], 0).to_json() == manifest.to_json()
+
+
+def test_a_committed_version_is_described_as_it_was_published(tmp_path, params, canary):
+    version = publish(tmp_path, params, number=9, parent=4, line=2, update=6, canary=canary)
+    assert describe(tmp_path, 9) == version
+    with pytest.raises(VersionGone):
+        describe(tmp_path, 4)
+
+
+@pytest.mark.parametrize("bucket", ["gs://bucket", "s3://bucket"])
+def test_tensorstore_understands_the_urls_of_object_stores(bucket):
+    path = version_path(commit.root_path(f"{bucket}/runs/7/weights"), 3)
+    spec = ts.KvStore.Spec({"driver": "ocdbt", "base": commit.url(path)})
+    assert spec.base.url == f"{bucket}/runs/7/weights/v000003/"
+    assert not commit.is_local(path)
 
 
 def rename(params):

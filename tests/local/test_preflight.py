@@ -1,0 +1,100 @@
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl_jax.config import Config, override
+from asyncrl_jax.local import preflight
+from asyncrl_jax.transport.server import start_server
+
+
+def problems(config: Config, run_dir, *, own_server: bool = True, resume: bool = False) -> list[str]:
+    checks = preflight.check_all(config, run_dir, own_server=own_server, resume=resume)
+    return [check.problem for check in checks if check.failed]
+
+
+def test_nothing_is_wrong_with_the_defaults(tmp_path):
+    assert problems(Config(), tmp_path / "new") == []
+
+
+def test_a_directory_with_another_run_is_refused_and_resume_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (problem,) = problems(Config(), tmp_path)
+    assert f"--resume={tmp_path}" in problem
+    assert problems(Config(), tmp_path, resume=True) == []
+
+
+def test_a_run_directory_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    (problem,) = problems(Config(), tmp_path / "file" / "run")
+    assert "not a directory" in problem
+
+
+def test_a_run_directory_without_the_right_to_write_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight.os, "access", lambda *_: False)  # root may write anywhere
+    (problem,) = problems(Config(), tmp_path / "run")
+    assert "no right to write" in problem
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=100 * 2**20)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+    (problem,) = problems(Config(), tmp_path / "run")
+    assert "0.1 GiB free" in problem
+
+
+def test_a_port_in_use_is_named_with_its_flag(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (problem,) = problems(override(Config(), {"redis.port": port}), tmp_path / "run")
+    assert f"--config.redis.port={port}" in problem
+
+
+def test_demonstrations_that_do_not_exist_are_named(tmp_path):
+    missing = {"warm_start.demonstrations": str(tmp_path / "none.avro")}
+    (problem,) = problems(override(Config(), missing), tmp_path / "run")
+    assert "none.avro" in problem
+    assert problems(override(Config(), missing | {"warm_start.num_steps": 0}), tmp_path / "run") == []
+
+
+def test_a_wrong_redis_password_is_one_clear_line(tmp_path):
+    server = start_server(tmp_path / "redis", Config().redis)
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(server.stop)
+        wrong = tmp_path / "wrong"
+        wrong.write_text("guess")
+        changes = {"redis.url": server.url, "redis.password_file": str(wrong)}
+        (problem,) = problems(override(Config(), changes), tmp_path / "run", own_server=False)
+        assert "password" in problem
+        assert "\n" not in problem
+        right = changes | {"redis.password_file": str(tmp_path / "redis" / "redis.password")}
+        assert problems(override(Config(), right), tmp_path / "run", own_server=False) == []
+
+
+def test_an_unreachable_redis_is_named(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{free.getsockname()[1]}/0"
+    (problem,) = problems(override(Config(), {"redis.url": url}), tmp_path / "run", own_server=False)
+    assert url in problem
+
+
+@pytest.mark.parametrize(("content", "code"), [("", 0), ("x", 2)])
+def test_dry_run_says_what_it_found_and_starts_nothing(tmp_path, content, code):
+    run_dir = tmp_path / "run"
+    if content:
+        run_dir.mkdir()
+        (run_dir / "file").write_text(content)
+    script = (
+        "import sys; from asyncrl_jax.config import Config, override; from asyncrl_jax.local import run\n"
+        f"sys.exit(run.new_run(override(Config(), {{'run_dir': {str(run_dir)!r}}}), dry_run=True))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == code
+    assert ("FAILED  run directory" in done.stdout) == bool(content)
+    assert run_dir.exists() == bool(content)

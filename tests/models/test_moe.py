@@ -1,0 +1,106 @@
+"""Routing and dispatch against a NumPy loop written like the equations.
+
+Dimensions: N tokens, D hidden width, E experts, A experts of one token, F expert width.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from asyncrl_jax.models.moe import Experts, moe, route
+
+N, D, E, A, F = 23, 8, 4, 2, 6
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def loop_moe(x_ND, valid_N, router_DE, experts, choices):
+    """One token, one expert at a time, in float64."""
+    gate, up, down = (np.asarray(w, np.float64) for w in experts)
+    y = np.zeros_like(x_ND, np.float64)
+    for n in np.flatnonzero(valid_N):
+        probs = softmax(np.asarray(x_ND[n], np.float64) @ np.asarray(router_DE, np.float64))
+        chosen = np.argsort(-probs, kind="stable")[:choices]
+        for e in chosen:
+            h = x_ND[n] @ gate[e]
+            y[n] += probs[e] / probs[chosen].sum() * (h / (1 + np.exp(-h)) * (x_ND[n] @ up[e])) @ down[e]
+    return y
+
+
+@pytest.fixture
+def layer():
+    keys = jax.random.split(jax.random.key(0), 5)
+    experts = Experts(*(jax.random.normal(k, s) for k, s in zip(keys, [(E, D, F), (E, D, F), (E, F, D)], strict=False)))
+    return jax.random.normal(keys[3], (N, D)), jax.random.normal(keys[4], (D, E)), experts
+
+
+def run(x_ND, router_DE, experts, *, valid_N=None, dispatch="blocked", choices=A, block_rows=4):
+    valid_N = jnp.ones(len(x_ND), bool) if valid_N is None else valid_N
+    return moe(x_ND, valid_N, router_DE, experts, experts_per_token=choices, dispatch=dispatch, block_rows=block_rows)
+
+
+@pytest.mark.parametrize("dispatch", ["dense", "blocked"])
+@pytest.mark.parametrize("choices", [1, 2, E])
+def test_both_dispatches_equal_the_loop(layer, dispatch, choices):
+    x, router, experts = layer
+    valid = np.arange(N) % 5 != 3
+    y, routing = run(x, router, experts, valid_N=jnp.asarray(valid), dispatch=dispatch, choices=choices)
+    np.testing.assert_allclose(y, loop_moe(np.asarray(x), valid, router, experts, choices), rtol=1e-4, atol=1e-5)
+    assert not np.any(np.asarray(y)[~valid])
+    assert routing.num_tokens == valid.sum()
+    assert routing.counts_E.sum() == valid.sum() * choices
+    np.testing.assert_allclose(routing.prob_sums_E, softmax(np.asarray(x @ router))[valid].sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("block_rows", [1, 4, 64])
+def test_gradients_of_blocked_equal_those_of_dense(layer, block_rows):
+    valid = jnp.arange(N) % 4 != 1
+
+    def loss(x, router, experts, dispatch):
+        y, routing = run(x, router, experts, valid_N=valid, dispatch=dispatch, block_rows=block_rows)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(routing.prob_sums_E * jnp.arange(E))
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
+    for dense, blocked in zip(
+        jax.tree.leaves(gradient(*layer, "dense")), jax.tree.leaves(gradient(*layer, "blocked")), strict=True
+    ):
+        np.testing.assert_allclose(blocked, dense, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dispatch", ["dense", "blocked"])
+def test_moe_06_a_token_gets_the_same_beside_any_batch_mates(layer, dispatch):
+    """MOE-06. All tokens choose the same experts, far more than a balanced share, and none is dropped."""
+    x, _, experts = layer
+    router = jnp.zeros((D, E)).at[:, 1].set(1.0)
+    x = jnp.abs(x)
+    together, routing = run(x, router, experts, dispatch=dispatch)
+    alone = jnp.concatenate([run(x[n : n + 1], router, experts, dispatch=dispatch)[0] for n in range(N)])
+    np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(routing.counts_E, [N, N, 0, 0])  # ties go to the lower id
+
+
+def test_permuting_the_experts_permutes_nothing_else(layer):
+    x, router, experts = layer
+    order = np.array([2, 0, 3, 1])
+    y, routing = run(x, router, experts)
+    permuted, of_permuted = run(x, router[:, order], Experts(*(w[order] for w in experts)))
+    np.testing.assert_allclose(permuted, y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(of_permuted.counts_E, routing.counts_E[order])
+
+
+def test_the_router_learns_through_the_weights_of_its_choice():
+    logits = jnp.array([[2.0, 1.0, 0.0]])
+    choice, _ = route(logits, jnp.ones(1, bool), 2)
+    np.testing.assert_array_equal(choice.ids_NA, [[0, 1]])
+    np.testing.assert_allclose(choice.weights_NA, [[0.7310586, 0.2689414]], rtol=1e-6)  # renormalised over the choice
+    gradient = jax.grad(lambda x: route(x, jnp.ones(1, bool), 2)[0].weights_NA[0, 1])(logits)
+    np.testing.assert_allclose(gradient, [[-0.1966119, 0.1966119, 0.0]], atol=1e-6)
+
+
+def test_an_unknown_dispatch_is_refused(layer):
+    with pytest.raises(ValueError, match="'ragged'"):
+        run(*layer, dispatch="ragged")

@@ -1,0 +1,137 @@
+import contextlib
+import io
+
+import pytest
+from rich.console import Console
+
+from asyncrl_jax.config import Config, override
+from asyncrl_jax.observe.display import Display, Snapshot, panel, plain_line, read_snapshot
+from asyncrl_jax.transport.connection import connect
+from asyncrl_jax.transport.control import Control
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.server import start_server
+from asyncrl_jax.types import LearnerState
+from tests.observe.synthetic import evaluation
+
+LEARNER = {
+    "lag_mean": 1.25,
+    "lag_p95": 3.0,
+    "lag_max": 4.0,
+    "over_bound_tokens": 0,
+    "busy": 0.7,
+    "tokens_trained": 12_345,
+    "tokens_per_s": 5000.0,
+    "reward": 0.9,
+    "success_train": 0.6,
+    "queue_depth": 3,
+    "checkpoint_update": 10,
+}
+LEDGER = {"issued": 40, "trained": 30, "expired": 2, "filtered": 0, "pending": 8}
+
+
+def snapshot(phase: str = "training", run_phase: str = "running", **learner: object) -> Snapshot:
+    return Snapshot(
+        phase=run_phase,
+        state=LearnerState(line=0, update=12, version=12, phase=phase),
+        learner=LEARNER | learner,
+        orchestrator={"ledger": LEDGER},
+        actors={"actor-0": {"version": 11, "tokens_per_s": 900.0, "running": 60, "busy": 0.9}},
+        evaluations=(
+            evaluation(0, {1: 0.4, 2: 0.2, 3: 0.1}, 10, 1.0),
+            evaluation(10, {1: 0.8, 2: 0.6, 3: 0.3}, 10, 2.0),
+        ),
+    )
+
+
+def drawn(shown: Snapshot | None, restarts: dict[str, int] | None = None) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(panel(Config(), shown, restarts or {}, 75.0))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("draw", [drawn, lambda shown: plain_line(Config(), shown, 75.0)])
+def test_freshness_success_and_tickets_are_always_in_view(draw):
+    text = draw(snapshot())
+    assert "lag mean 1.25 p95 3 max 4 of 4" in text
+    assert "0.30 → 0.70 (update 10)" in text
+    assert "undemonstrated 0.10 → 0.30" in text
+    assert "40 issued = 30 trained + 2 expired + 8 pending" in text
+    assert "12/120" in text
+
+
+def test_tokens_over_the_bound_are_said():
+    assert "7 tokens over" in plain_line(Config(), snapshot(over_bound_tokens=7), 1.0)
+    assert "7 tokens over" in drawn(snapshot(over_bound_tokens=7))
+
+
+def test_the_table_shows_actors_and_restarts():
+    text = drawn(snapshot(), {"actor-0": 2})
+    assert "v11   900 tok/s   busy 90%   60 episodes" in text
+    assert "actor-0 2" in text
+    assert "1:15" in text
+
+
+def test_the_warm_start_shows_its_steps():
+    text = plain_line(Config(), snapshot("warm_start", warm_start_step=300), 9.0)
+    assert text == "[    9 s] warm start step 300/1200"
+    assert "300/1200 warm-start steps" in drawn(snapshot("warm_start", warm_start_step=300))
+
+
+def test_a_redis_that_is_away_is_said():
+    assert "redis is away" in plain_line(Config(), None, 1.0)
+    assert "redis is away" in drawn(None)
+
+
+def test_before_the_first_heartbeat_nothing_is_made_up():
+    empty = Snapshot(phase="running", state=None, learner={}, orchestrator={}, actors={}, evaluations=())
+    assert plain_line(Config(), empty, 1.0) == "[    1 s] starting"
+    assert "lag – of 4" in drawn(empty)
+
+
+@pytest.mark.parametrize(
+    ("phase", "run_phase", "ending"),
+    [("training", "running", False), ("done", "running", True), ("training", "finished", True)],
+)
+def test_parts_may_close_once_the_learner_is_done(phase, run_phase, ending):
+    assert snapshot(phase, run_phase).ending is ending
+
+
+def test_plain_lines_come_at_news_and_else_every_few_seconds():
+    output = io.StringIO()
+    with Display(Config(), Console(file=output, force_terminal=False)) as display:
+        for _ in range(5):
+            display.show(snapshot(), {})
+        display.show(snapshot("done"), {})
+    first, second = output.getvalue().splitlines()
+    assert "training" in first
+    assert "last evaluation" in second
+
+
+def test_a_terminal_gets_a_live_table():
+    output = io.StringIO()
+    with Display(Config(), Console(file=output, force_terminal=True, width=120)) as display:
+        display.show(snapshot(), {})
+    assert "freshness" in output.getvalue()
+
+
+def test_a_snapshot_is_what_redis_holds(tmp_path):
+    server = start_server(tmp_path, Config().redis)
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(server.stop)
+        client = connect(override(Config(), {"redis.url": server.url}).redis, server.password)
+        stack.callback(client.close)
+        keys = Keys("asyncrl")
+        control = Control(client, keys)
+        control.set_phase("running")
+        control.set_learner(LearnerState(line=0, update=3, version=3, phase="training"))
+        control.beat("learner", "0", {"lag_mean": 1.0}, 10.0)
+        control.beat("actor", "actor-1", {"version": 3}, 10.0)
+        control.beat("orchestrator", "0", {"ledger": LEDGER}, 10.0)
+        for update in (20, 0):
+            control.report_evaluation(evaluation(update, {1: 0.5}, 10, 1.0))
+        shown = read_snapshot(client, keys)
+    assert shown.state.update == 3
+    assert shown.learner == {"lag_mean": 1.0}
+    assert shown.actors == {"actor-1": {"version": 3}}
+    assert shown.orchestrator == {"ledger": LEDGER}
+    assert [result.update for result in shown.evaluations] == [0, 20]
