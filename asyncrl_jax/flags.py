@@ -115,4 +115,6 @@ def parse(argv: Sequence[str]) -> list[str]:
 def run(main: Callable[[], int]) -> None:
     """Body of a launcher: defines and parses the flags, calls `main` and exits with the code that it returns."""
     define()
+    for flag in flags.FLAGS.get_key_flags_for_module(main.__module__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # so that --help shows the launcher's own
     app.run(lambda _argv: main(), flags_parser=parse)

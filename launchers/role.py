@@ -8,12 +8,16 @@ import logging
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
 
+from absl import flags
+from absl import logging as absl_logging
+
+from asyncrl_jax import exit_codes
 from asyncrl_jax.config import Config
 from asyncrl_jax.flags import config_from_flags, exit_with
-from asyncrl_jax.local.child import die_with_parent
+from asyncrl_jax.local.child import die_with_parent, stop_on_signals
 from asyncrl_jax.local.environment import redis_password
+from asyncrl_jax.transport.connection import RedisUnavailable, connect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +31,12 @@ class Role:
 
 
 def start() -> Role:
-    """Reads the flags and prepares the process; a mistake ends it with one line and exit code 2."""
+    """Reads the flags and prepares the process; a mistake, or no Redis, ends it with one line."""
     die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints what every thread is doing
+    if not flags.FLAGS["verbosity"].present:
+        absl_logging.set_verbosity(absl_logging.WARNING)  # Orbax tells every step of every save
     logging.getLogger("asyncrl_jax").setLevel(logging.INFO)
     config = config_from_flags()
     if not config.run_dir:
@@ -39,18 +45,9 @@ def start() -> Role:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         password = redis_password(config.redis)
+        connect(config.redis, password).close()
     except (OSError, ValueError) as error:
         exit_with(str(error))
-    return Role(config, run_dir, password, _stop_on_signals())
-
-
-def _stop_on_signals() -> threading.Event:
-    stop = threading.Event()
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)  # asked a second time, it ends at once
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    return stop
+    except RedisUnavailable as error:
+        exit_with(str(error), exit_codes.FAILED)  # it may be there at the next try
+    return Role(config, run_dir, password, stop_on_signals())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import time
 from typing import Any
 
@@ -15,8 +14,6 @@ from asyncrl_jax.actor.sampler import Sampler
 from asyncrl_jax.config import ActorConfig
 from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.transport.control import Control
-
-log = logging.getLogger(__name__)
 
 
 class Pulse:

@@ -158,6 +158,7 @@ class Learner:
     def close(self) -> None:
         self.vitals.close()
         self.publisher.close()
+        self.checkpoints.close()
         self.metrics.close()
 
     # -- collect -----------------------------------------------------------------------------------------------------
@@ -168,6 +169,7 @@ class Learner:
         waited_for_stragglers_since: float | None = None
         while not self._stopping():
             self.vitals.check()
+            self._hear_publisher()
             self._settle_if_durable()
             self._follow_epoch()
             self.intake.pool_new(READ_BLOCK_MS)
@@ -186,6 +188,7 @@ class Learner:
             if now - told_at >= NAMED_WAIT_S:
                 log.warning("update %d waits for %s since %.0f s", self.update, waiting_for, now - since)
                 told_at = now
+                self._fail_lost()
         return None
 
     def _stragglers(self) -> set[str]:
@@ -206,6 +209,14 @@ class Learner:
             outcome = Outcome.UNDONE if pooled.ticket_id in self.undone else Outcome.EXPIRED
             self.reader.complete([(pooled.entry, pooled.ticket_id)], outcome, self.update, reason="lag_bound")
             log.info("ticket %s %s: older than %d updates", pooled.ticket_id, outcome, self.staleness.bound)
+
+    def _fail_lost(self) -> None:
+        """Ends tickets whose stream entry someone deleted, so that they are counted and replaced, not waited for."""
+        held = {pooled.ticket_id for pooled in self.pool.all()} | self.uses.keys()
+        lost = [ticket_id for ticket_id in self.ledger.missing() if ticket_id not in held]
+        if lost:
+            log.error("%d tickets have lost their stream entry: %s", len(lost), lost[:8])
+            self.ledger.settle_many(lost, Outcome.FAILED, update=self.update, reason="entry_lost")
 
     def _stopping(self) -> bool:
         return self.stop.is_set() or self.control.phase() in ("finished", "stopping")
@@ -289,6 +300,11 @@ class Learner:
         if wait:
             self._heard(self.publisher.wait())
 
+    def _hear_publisher(self) -> None:
+        """Takes up a finished publication, or raises what ended it: nobody samples for versions that never come."""
+        if self.publisher.done():
+            self._heard(self.publisher.wait())
+
     def _heard(self, version: WeightVersion | None) -> None:
         if version is not None:
             self.staleness.versions[version.number] = version
@@ -302,7 +318,10 @@ class Learner:
 
     def announce_state(self) -> None:
         """Tells the others where the learner is; called after every change of update, line or phase."""
-        unsettled = [*self.finished, *(self.saving[1] if self.saving else [])]
+        # Tickets of an earlier epoch are in no count of this Redis, so they must not be subtracted from one.
+        current = f"{self.epoch}-"
+        finished = [*self.finished, *(self.saving[1] if self.saving else [])]
+        unsettled = [t for t in finished if t.pooled.ticket_id.startswith(current)]
         self.control.set_learner(
             LearnerState(
                 line=self.line,
@@ -310,7 +329,7 @@ class Learner:
                 version=self.version.number if self.version else -1,
                 phase=self.phase,
                 unsettled_tickets=len(unsettled),
-                unsettled_uses=sum(len(updates) for updates in self.uses.values()),
+                unsettled_uses=sum(len(updates) for t, updates in self.uses.items() if t.startswith(current)),
             )
         )
 

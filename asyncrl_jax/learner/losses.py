@@ -49,8 +49,8 @@ def token_logprobs(
 
 def _log_ratio(numerator: jax.Array, denominator: jax.Array, mask: jax.Array) -> jax.Array:
     """Bounded difference of log-probabilities, 0 (with zero gradient) where the mask is 0."""
-    # Inputs are cleaned before the subtraction: a masked −inf would leak NaN through the gradient of an outer where.
-    difference = jnp.where(mask, numerator, 0.0) - jnp.where(mask, denominator, 0.0)
+    # Masked here and not after exp: there, a masked inf would still leak NaN into the gradient.
+    difference = jnp.where(mask, numerator - denominator, 0.0)
     return jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 

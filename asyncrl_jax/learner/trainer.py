@@ -22,7 +22,7 @@ from asyncrl_jax.weights.manifest import Canary, Leaf, leaves_digest
 from .advantages import group_advantages
 from .checkpoint import Checkpoints
 from .packing import pack_update
-from .step import TrainState, canary_logprobs, create_state, learning_rate_at, make_train_step
+from .step import TrainState, canary_logprobs, copy_params, create_state, learning_rate_at, make_train_step
 from .warm_start import warm_start
 
 CANARY_SHAPE = (4, 24)  # rows, tokens; at most environment.max_tokens
@@ -80,16 +80,16 @@ class Trainer:
 
     def freeze_reference(self) -> None:
         """From here on the KL is to the current weights."""
-        self._reference = jax.tree.map(np.asarray, self._state.params)
+        self._reference = copy_params(self._state.params)
 
     def save_reference(self, directory: Path) -> None:
-        reference = Checkpoints(directory, keep=1)
-        reference.save(0, self._reference, {})
-        reference.wait()
+        saved = Checkpoints(directory, keep=1)
+        if saved.latest() is None:  # else it was written before a kill, from the same demonstrations and seed
+            saved.save(0, self._reference, {})
+        saved.close()
 
     def load_reference(self, directory: Path) -> None:
-        like = jax.tree.map(np.asarray, self._state.params)
-        self._reference, _ = Checkpoints(directory, keep=1).restore(0, like)
+        self._reference, _ = Checkpoints(directory, keep=1).restore(0, self._state.params)
 
     def update(
         self,

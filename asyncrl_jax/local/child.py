@@ -1,4 +1,4 @@
-"""The child's side of being started by another process."""
+"""A role's side of being a process: it ends with the launcher that started it, and closes cleanly when asked to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from types import FrameType
 
 PARENT_VARIABLE = "ASYNCRL_PARENT_PID"  # set for children: they end when this process does
 
@@ -29,6 +30,19 @@ def die_with_parent() -> None:
         threading.Thread(target=_watch, args=(parent,), name="parent watch", daemon=True).start()
     if os.getppid() != parent:  # it ended before the line above took effect
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGTERM and Ctrl-C set; a second one ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    return stop
 
 
 def _watch(parent: int) -> None:

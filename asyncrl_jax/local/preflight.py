@@ -64,7 +64,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
 
 def _packages() -> Check:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    problem = f"not installed: {', '.join(missing)}; run `make install` or `pip install asyncrl-jax`" if missing else ""
+    problem = f"not installed: {', '.join(missing)}; run `make install`" if missing else ""
     return Check("packages", "all there", problem)
 
 

@@ -244,11 +244,11 @@ class LocalRun:
                 if now - looked_at >= _REFRESH_S:
                     snapshot, looked_at = self._look(client) or snapshot, now
                     display.show(snapshot, self._supervisor.restarts)
-                ending = snapshot is not None and snapshot.ending
+                ending = snapshot is not None and snapshot.ending(self._config.learner.num_updates)
                 closed = self._poll(ending)
                 if closed is not None:
                     newest = self._look(client)  # the run may have ended since the last look
-                    if newest is None or not newest.ending:
+                    if newest is None or not newest.ending(self._config.learner.num_updates):
                         return closed
                     snapshot = newest
                 if snapshot is not None and snapshot.finished:

@@ -217,6 +217,9 @@ def _archive_problems(config: Config, evidence: Evidence) -> list[str]:
             problems.append(
                 f"ticket {row.group.ticket.ticket_id} was used by updates {list(row.updates)}, allowed {most}"
             )
+    issued = {event.ticket_id for event in evidence.events if event.outcome is None}
+    if unknown := names.keys() - issued:
+        problems.append(f"archived but never issued: {_names(unknown)}")
     trained = {event.ticket_id for event in evidence.events if event.outcome is Outcome.TRAINED}
     if missing := trained - names.keys():
         problems.append(f"trained but not archived: {_names(missing)}")

@@ -40,10 +40,11 @@ class Snapshot:
         """The last evaluation is in, and parts are closing."""
         return self.phase == "finished"
 
-    @property
-    def ending(self) -> bool:
-        """Parts may close without the run being cut short."""
-        return self.phase in ("finishing", "finished") or (self.state is not None and self.state.phase == "done")
+    def ending(self, num_updates: int) -> bool:
+        """Whether parts may close without the run being cut short: its `num_updates` are done."""
+        # After a resume the state may be that of an earlier, shorter session until the learner is up.
+        done = self.state is not None and self.state.phase == "done" and self.state.update >= num_updates
+        return done or self.phase in ("finishing", "finished")
 
 
 def read_snapshot(client: redis_client.Redis, keys: Keys) -> Snapshot:
@@ -181,7 +182,7 @@ def _progress(config: Config, snapshot: Snapshot) -> RenderableType:
 
 def _freshness(config: Config, learner: Mapping[str, Any]) -> str:
     bound = config.effective_lag.token_updates
-    if "lag_mean" not in learner:
+    if not learner.get("tokens_trained"):  # a lag of nothing is no lag of 0
         return f"lag – of {bound}"
     text = f"lag mean {learner['lag_mean']:.2f} p95 {learner['lag_p95']:.0f} max {learner['lag_max']:.0f} of {bound}"
     over = learner.get("over_bound_tokens", 0)

@@ -155,18 +155,21 @@ def _decode(kind: str, data: bytes) -> dict[str, Any]:
 
 
 def ticket_record(ticket: Ticket) -> dict[str, Any]:
+    """The ticket as a record of `schema.TICKET`."""
     record = {field.name: getattr(ticket, field.name) for field in dataclasses.fields(ticket)}
     task = record.pop("task")
     return record | {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
 
 
 def ticket_from(record: dict[str, Any]) -> Ticket:
+    """The ticket of a record, unchecked."""
     record = dict(record)
     task = Task(**{field.name: record.pop(field.name) for field in dataclasses.fields(Task)})
     return Ticket(task=task, **record)
 
 
 def group_record(group: Group) -> dict[str, Any]:
+    """The group as a record of `schema.GROUP`."""
     members = group.trajectories
 
     def column(values: list[Any], dtype: str) -> bytes:
@@ -193,6 +196,7 @@ def group_record(group: Group) -> dict[str, Any]:
 
 
 def group_from(record: dict[str, Any], limits: Limits) -> Group:
+    """The group of a record, checked as `validate_group` does."""
     ticket = ticket_from(record["ticket"])
     _check_ticket(ticket, limits)
     lengths_G = _column(record, "lengths", "<i4", None, ticket)

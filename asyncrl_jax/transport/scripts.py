@@ -129,7 +129,8 @@ _HOLDING = (
 local consumer, ticket, entry = ARGV[2], ARGV[3], ARGV[4]
 -- The ticket may be settled, queued, or claimed by another consumer since it was handed out.
 local function holds()
-  return #redis.call('XPENDING', TASKS, '{TASK_CONSUMERS}', entry, entry, 1, consumer) == 1
+  return redis.call('HGET', TASK_ENTRIES, ticket) == entry -- first: after a reset of Redis XPENDING is an error
+    and #redis.call('XPENDING', TASKS, '{TASK_CONSUMERS}', entry, entry, 1, consumer) == 1
 end
 """
 )
@@ -177,7 +178,7 @@ return 1
 )
 
 # KEYS: settlement. ARGV: prefix, partition, outcome, reason, update, then (entry, ticket id) pairs.
-# Settles tickets whose group is queued in this entry, which acknowledges and deletes it. Returns the number settled now.
+# Settles tickets whose group is queued in this entry, which acknowledges and deletes it. Returns the number settled.
 COMPLETE = (
     _SETTLEMENT
     + """

@@ -33,7 +33,7 @@ def learner(control: Control, run_dir: Path, num_updates: int) -> None:
         row = {"tokens": 10, "lag_mean": 1.0, "lag_p95": 1.0, "lag_max": 1.0, "success_train": 0.5, "reward": 0.5}
         metrics.write(update, row | {"wait_s": 0.01, "step_s": 0.04})
         control.set_learner(LearnerState(line=0, update=update, version=update, phase="training"))
-        control.beat("learner", "0", {"update": update, "busy": 0.8, **row}, 15.0)
+        control.beat("learner", "0", {"update": update, "busy": 0.8, "tokens_trained": 10 * update, **row}, 15.0)
     if update >= num_updates:
         control.set_learner(LearnerState(line=0, update=update, version=update, phase="done"))
         wait_for_end(control)

@@ -63,7 +63,7 @@ def test_the_round_trip_is_exact(params, tensors):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.layers.3.mlp.gate.weight"), "missing tensors: model.layers.3.mlp.gate.weight"),
+        (lambda t: t.pop("model.layers.1.mlp.gate.weight"), "missing tensors: model.layers.1.mlp.gate.weight"),
         (lambda t: t.update({"model.layers.0.bias": t["lm_head.weight"]}), "unknown tensors: model.layers.0.bias"),
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T}), r"'lm_head.weight' has shape \(8, 32\)"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from asyncrl_jax.models.moe import Experts, moe, route
 
 N, D, E, A, F = 23, 8, 4, 2, 6
+jitted_moe = jax.jit(moe, static_argnames=("experts_per_token", "dispatch", "block_rows"))
 
 
 def softmax(x):
@@ -33,14 +34,18 @@ def loop_moe(x_ND, valid_N, router_DE, experts, choices):
 
 @pytest.fixture
 def layer():
-    keys = jax.random.split(jax.random.key(0), 5)
-    experts = Experts(*(jax.random.normal(k, s) for k, s in zip(keys, [(E, D, F), (E, D, F), (E, F, D)], strict=False)))
-    return jax.random.normal(keys[3], (N, D)), jax.random.normal(keys[4], (D, E)), experts
+    rng = np.random.default_rng(0)
+    experts = Experts(*(rng.normal(size=size, scale=0.3) for size in [(E, D, F), (E, D, F), (E, F, D)]))
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.float32), (rng.normal(size=(N, D)), rng.normal(size=(D, E)), experts)
+    )
 
 
 def run(x_ND, router_DE, experts, *, valid_N=None, dispatch="blocked", choices=A, block_rows=4):
-    valid_N = jnp.ones(len(x_ND), bool) if valid_N is None else valid_N
-    return moe(x_ND, valid_N, router_DE, experts, experts_per_token=choices, dispatch=dispatch, block_rows=block_rows)
+    valid_N = np.ones(len(x_ND), bool) if valid_N is None else valid_N
+    return jitted_moe(
+        x_ND, valid_N, router_DE, experts, experts_per_token=choices, dispatch=dispatch, block_rows=block_rows
+    )
 
 
 @pytest.mark.parametrize("dispatch", ["dense", "blocked"])
@@ -56,7 +61,7 @@ def test_both_dispatches_equal_the_loop(layer, dispatch, choices):
     np.testing.assert_allclose(routing.prob_sums_E, softmax(np.asarray(x @ router))[valid].sum(0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("block_rows", [1, 4, 64])
+@pytest.mark.parametrize("block_rows", [1, 4])
 def test_gradients_of_blocked_equal_those_of_dense(layer, block_rows):
     valid = jnp.arange(N) % 4 != 1
 
@@ -78,7 +83,7 @@ def test_moe_06_a_token_gets_the_same_beside_any_batch_mates(layer, dispatch):
     router = jnp.zeros((D, E)).at[:, 1].set(1.0)
     x = jnp.abs(x)
     together, routing = run(x, router, experts, dispatch=dispatch)
-    alone = jnp.concatenate([run(x[n : n + 1], router, experts, dispatch=dispatch)[0] for n in range(N)])
+    alone = np.concatenate([run(x[n : n + 1], router, experts, dispatch=dispatch)[0] for n in range(N)])
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(routing.counts_E, [N, N, 0, 0])  # ties go to the lower id
 

@@ -121,6 +121,9 @@ BROKEN = {
     "archived as trained but ended otherwise: 1 tickets, 1-7": break_by(groups=[*sound().groups, archived("1-7", 9)]),
     "ticket 1-6 was used by updates [2, 3], allowed 1": break_by(groups=[*sound().groups[:5], archived("1-6", 2, 3)]),
     "trained more than 1 times: 1 tickets, 1-6": break_by(checkpoint=sound().checkpoint | {"uses": {"1-6": [1]}}),
+    "archived but never issued: 1 tickets, 1-6": break_by(
+        events=[event for event in sound().events if event.ticket_id != "1-6"]
+    ),
     "update 2 used 1": break_by(groups=sound().groups[:5]),
     "3 trained tokens were older than 4 updates, by the learner's count": break_by(
         checkpoint=sound().checkpoint | {"progress": {"lag_histogram": {"5": 3}}}
@@ -224,7 +227,7 @@ def test_what_redis_still_holds_completes_the_files(run_dir):
         client = connect(override(CONFIG, {"redis.url": server.url}).redis, server.password)
         stack.callback(client.close)
         keys = Keys(CONFIG.redis.namespace)
-        Control(client, keys).ensure_epoch()
+        Control(client, keys).ensure_epoch(at_least=2)  # ids that no file has
         ledger = Ledger(client, keys)
         (name, other) = ledger.next_ticket_ids(2)
         ledger.issue([ticket(name), ticket(other)])
@@ -233,4 +236,4 @@ def test_what_redis_still_holds_completes_the_files(run_dir):
         report = audit(run_dir, client)
     assert evidence.live == {other}
     assert {event.ticket_id for event in evidence.events} >= {name, other, "1-3"}
-    assert report.ledger["pending"] >= 1
+    assert (report.ledger["issued"], report.ledger["failed"], report.ledger["pending"]) == (10, 1, 3)

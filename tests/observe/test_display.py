@@ -89,11 +89,16 @@ def test_before_the_first_heartbeat_nothing_is_made_up():
 
 
 @pytest.mark.parametrize(
-    ("phase", "run_phase", "ending"),
-    [("training", "running", False), ("done", "running", True), ("training", "finished", True)],
+    ("phase", "run_phase", "num_updates", "ending"),
+    [
+        ("training", "running", 12, False),
+        ("done", "running", 12, True),
+        ("done", "running", 13, False),  # of a session before, which was shorter
+        ("training", "finished", 12, True),
+    ],
 )
-def test_parts_may_close_once_the_learner_is_done(phase, run_phase, ending):
-    assert snapshot(phase, run_phase).ending is ending
+def test_parts_may_close_once_the_learner_is_done(phase, run_phase, num_updates, ending):
+    assert snapshot(phase, run_phase).ending(num_updates) is ending
 
 
 def test_plain_lines_come_at_news_and_else_every_few_seconds():

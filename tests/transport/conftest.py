@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import pathlib
 import shutil
 import socket
 import threading
@@ -41,6 +42,34 @@ def server(binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     started = start_server(tmp_path_factory.mktemp(binary), RedisConfig(server=binary))
     yield started
     started.stop()
+
+
+@pytest.fixture
+def launch(binary: str, tmp_path: pathlib.Path) -> Iterator[Callable[..., Server]]:
+    """Starts a server of the test's own in `tmp_path`, again and again if it is killed."""
+    started: list[Server] = []
+
+    def start(port: int = 0) -> Server:
+        started.append(start_server(tmp_path, RedisConfig(server=binary, port=port)))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def dial() -> Iterator[Callable[..., redis.Redis]]:
+    """Connects to a server, with changes to the config."""
+    clients: list[redis.Redis] = []
+
+    def connect_to(server: Server, **changes: object) -> redis.Redis:
+        clients.append(connect(RedisConfig(url=server.url, **changes), server.password))
+        return clients[-1]
+
+    yield connect_to
+    for client in clients:
+        client.close()
 
 
 @dataclasses.dataclass

@@ -12,12 +12,10 @@ import time
 import pytest
 
 from asyncrl_jax.config import RedisConfig
-from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.groups import GroupReader
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger, recompute
-from asyncrl_jax.transport.server import start_server
 from asyncrl_jax.transport.tasks import TaskStream
 from asyncrl_jax.types import Outcome
 
@@ -25,11 +23,10 @@ PART = pathlib.Path(__file__).with_name("chaos_part.py")
 PARTS = {"issuer-0": "issuer", "actor-0": "actor", "actor-1": "actor", "learner-0": "learner"}
 
 
-def test_nothing_is_lost_or_settled_twice_when_parts_and_redis_are_killed(binary, tmp_path):
+def test_nothing_is_lost_or_settled_twice_when_parts_and_redis_are_killed(launch, dial, tmp_path):
     rng = random.Random(5)
-    config = RedisConfig(server=binary)
-    server = start_server(tmp_path, config)
-    client = connect(RedisConfig(url=server.url, outage_s=30), server.password)
+    server = launch()
+    client = dial(server, outage_s=30)
     keys = Keys("chaos")
     control, ledger = Control(client, keys), Ledger(client, keys)
     control.ensure_epoch()
@@ -46,7 +43,7 @@ def test_nothing_is_lost_or_settled_twice_when_parts_and_redis_are_killed(binary
             if round_ % 4 == 1:
                 server.process.kill()
                 server.process.wait()
-                server = start_server(tmp_path, config)
+                server = launch()
             name = rng.choice(list(PARTS))
             parts[name].kill()
             parts[name].wait()
@@ -68,8 +65,6 @@ def test_nothing_is_lost_or_settled_twice_when_parts_and_redis_are_killed(binary
     assert min(counts.issued // 50, *(counts.outcomes[o] for o in (Outcome.TRAINED, Outcome.FAILED))) > 0
     assert counts.outcomes[Outcome.QUARANTINED] == client.xlen(keys.dead)
     assert [client.xlen(stream) for stream in (keys.tasks, keys.groups(0), keys.groups(1))] == [0, 0, 0]
-    client.close()
-    server.stop()
 
 
 def _wait_for(condition, limit_s: float = 30) -> None:
@@ -79,12 +74,11 @@ def _wait_for(condition, limit_s: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_q_13_a_reset_of_redis_is_seen_and_survived(binary, tmp_path, make_ticket, limits):
+def test_q_13_a_reset_of_redis_is_seen_and_survived(launch, dial, tmp_path, make_ticket):
     """Everything in Redis is gone: the epoch says so, old work is refused, and new work goes through."""
-    config = RedisConfig(server=binary)
-    server = start_server(tmp_path, config)
+    server = launch()
     redis_config = RedisConfig(url=server.url, outage_s=30)
-    client = connect(redis_config, server.password)
+    client = dial(server, outage_s=30)
     keys = Keys("reset")
     control, ledger = Control(client, keys), Ledger(client, keys)
     assert control.ensure_epoch() == (1, True)
@@ -97,7 +91,7 @@ def test_q_13_a_reset_of_redis_is_seen_and_survived(binary, tmp_path, make_ticke
     for name in ("appendonlydir", "appendonly.aof"):
         path = tmp_path / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    server = start_server(tmp_path, config)
+    launch()
     assert control.epoch() is None
     with pytest.raises(RuntimeError, match="reset"):
         ledger.next_ticket_ids(1)
@@ -111,5 +105,3 @@ def test_q_13_a_reset_of_redis_is_seen_and_survived(binary, tmp_path, make_ticke
     assert [ticket.ticket_id for ticket in again] == ["2-1", "2-2"]
     ledger.issue(again)
     assert [delivery.ticket for delivery in tasks.claim(5, 0)] == again
-    client.close()
-    server.stop()

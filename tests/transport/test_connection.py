@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import socket
 import threading
@@ -14,7 +13,6 @@ import pytest
 
 from asyncrl_jax.config import RedisConfig
 from asyncrl_jax.transport.connection import RedisUnavailable, connect
-from asyncrl_jax.transport.server import start_server
 
 SECRET = "s3cret-that-must-not-show"
 
@@ -82,10 +80,9 @@ def test_the_password_is_in_no_repr(server, run):
     assert server.password not in repr(run.client.connection_pool)
 
 
-def test_an_outage_is_waited_out_and_named(binary, tmp_path, caplog):
-    config = RedisConfig(server=binary)
-    server = start_server(tmp_path, config)
-    client = connect(dataclasses.replace(config, url=server.url, outage_s=30), server.password)
+def test_an_outage_is_waited_out_and_named(launch, dial, caplog):
+    server = launch()
+    client = dial(server, outage_s=30)
     client.set("before", 1)
     server.process.kill()
     server.process.wait()
@@ -95,20 +92,17 @@ def test_an_outage_is_waited_out_and_named(binary, tmp_path, caplog):
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive()
-        server = start_server(tmp_path, config)
+        launch()
         waiting.join(20)
     assert answers == [b"1"]
     first, last = (record.getMessage() for record in caplog.records)
     assert first.startswith(f"waiting for Redis at {server.url} since ")
     assert last.startswith(f"Redis at {server.url} answers again after ")
-    server.stop()
-    client.close()
 
 
-def test_an_outage_beyond_the_limit_ends_the_wait(binary, tmp_path):
-    server = start_server(tmp_path, RedisConfig(server=binary))
-    client = connect(RedisConfig(url=server.url, outage_s=0.3), server.password)
+def test_an_outage_beyond_the_limit_ends_the_wait(launch, dial):
+    server = launch()
+    client = dial(server, outage_s=0.3)
     server.stop()
     with pytest.raises(RedisUnavailable, match="unreachable"):
         client.get("x")
-    client.close()

@@ -90,8 +90,8 @@ def test_a_group_of_a_ticket_that_was_given_back_is_taken_and_its_new_task_dropp
     (delivery,) = tasks.claim(1, 0)
     assert tasks.release(delivery)
     assert run.writer.submit(delivery, make_group(ticket))
-    assert tasks.claim(1, 0) == []
     assert run.client.xlen(run.keys.tasks) == 0
+    assert tasks.claim(1, 0) == []
 
 
 def test_a_message_cannot_take_another_ticket_down_with_it(run):
@@ -104,6 +104,15 @@ def test_a_message_cannot_take_another_ticket_down_with_it(run):
     (letter,) = DeadLetters(run.client, run.keys).read()
     assert letter.ticket_id == bad.ticket.ticket_id
     assert letter.detail == f"tokens (it states ticket {good.ticket.ticket_id})"
+
+
+def test_burying_an_entry_settles_only_the_ticket_that_the_ledger_has_there(run):
+    (ticket,) = run.queue(1)
+    stray = run.client.xadd(run.keys.groups(0), {"payload": "x"}).decode()
+    letters = DeadLetters(run.client, run.keys)
+    why = {"reason": "bad", "detail": "", "ticket_id": ticket.ticket_id, "outcome": Outcome.QUARANTINED}
+    assert letters.bury(run.keys.groups(0), "learner", stray, **why)
+    assert list(run.ledger.live()) == [ticket.ticket_id]
 
 
 def test_a_group_of_another_ticket_is_not_sent(run, make_group, make_ticket):
@@ -220,6 +229,7 @@ def test_q_05_streams_stay_bounded(run, make_group):
         assert run.client.xlen(stream) == 0
         assert run.client.xpending(stream, "actors" if stream == run.keys.tasks else "learner")["pending"] == 0
     assert run.client.scard(run.keys.reserved) == 0
+    assert not any(reader._held.values())
     assert run.ledger.counts()["trained"] == 1000
 
 
@@ -339,6 +349,7 @@ def test_ack_drops_entries_without_an_outcome(run):
     entries = reader.read(1, 0)
     reader.ack(entries)
     reader.ack(entries)
+    assert not any(reader._held.values())
     assert run.ledger.missing() == [ticket.ticket_id]  # what an ack without an outcome costs is visible
     assert reader.depth() == 0
 

@@ -103,8 +103,9 @@ def test_recompute_finds_what_cannot_be():
     good = [event(1, "1-1"), event(2, "1-2"), event(10, "1-1", Outcome.TRAINED)]
     counts = recompute(reversed(good))
     assert (counts.issued, counts.pending, counts.outcomes[Outcome.TRAINED], counts.balances) == (2, 1, 1, True)
-    twice = recompute([*good, event(11, "1-1", Outcome.UNDONE)])
+    twice = recompute([*good, event(9, "1-1", Outcome.UNDONE)])
     assert (twice.settled_twice, twice.balances) == (("1-1",), False)
+    assert (twice.outcomes[Outcome.UNDONE], twice.outcomes[Outcome.TRAINED]) == (1, 0)  # the first counts: 9 before 10
     stranger = recompute([*good, event(11, "1-9", Outcome.FAILED)])
     assert (stranger.unissued, stranger.balances) == (("1-9",), False)
 

@@ -15,18 +15,13 @@ import psutil
 import pytest
 
 from asyncrl_jax.config import RedisConfig
-from asyncrl_jax.transport.connection import connect, parse_version
+from asyncrl_jax.transport.connection import parse_version
 from asyncrl_jax.transport.server import find_server, start_server
 
 
-def start(directory, binary, port: int = 0):
-    config = RedisConfig(server=binary, port=port)
-    server = start_server(directory, config)
-    return server, connect(RedisConfig(url=server.url, outage_s=5), server.password)
-
-
-def test_the_server_is_private(binary, tmp_path):
-    server, client = start(tmp_path, binary)
+def test_the_server_is_private(launch, dial, tmp_path):
+    server = launch()
+    client = dial(server)
     assert stat.S_IMODE((tmp_path / "redis.password").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "redis.conf").stat().st_mode) == 0o600
     assert (tmp_path / "redis.password").read_text() == server.password
@@ -39,24 +34,20 @@ def test_the_server_is_private(binary, tmp_path):
     assert {connection.laddr.ip for connection in process.net_connections("tcp")} == {"127.0.0.1"}
     assert client.config_get("appendfsync")["appendfsync"] == "always"
     assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
-    server.stop()
-    client.close()
     assert server.password not in (tmp_path / "redis.log").read_text()
-    server.stop()
 
 
-def test_q_13_a_killed_server_comes_back_with_everything_it_acknowledged(binary, tmp_path):
-    server, client = start(tmp_path, binary)
+def test_q_13_a_killed_server_comes_back_with_everything_it_acknowledged(launch, dial):
+    server = launch()
+    client = dial(server)
     before = (server.url, server.password)
     for n in range(50):
         client.rpush("list", n)
     server.process.kill()
     server.process.wait()
-    server = start_server(tmp_path, RedisConfig(server=binary))
+    server = launch()
     assert (server.url, server.password) == before
     assert client.lrange("list", 0, -1) == [str(n).encode() for n in range(50)]
-    server.stop()
-    client.close()
 
 
 def test_a_port_in_use_is_named(binary, tmp_path):
@@ -66,14 +57,11 @@ def test_a_port_in_use_is_named(binary, tmp_path):
             start_server(tmp_path, RedisConfig(server=binary, port=port))
 
 
-def test_a_port_can_be_chosen(binary, tmp_path):
+def test_a_port_can_be_chosen(launch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server, client = start(tmp_path, binary, port)
-    assert server.url == f"redis://127.0.0.1:{port}/0"
-    server.stop()
-    client.close()
+    assert launch(port).url == f"redis://127.0.0.1:{port}/0"
 
 
 def test_a_server_that_does_not_start_shows_its_last_lines(binary, tmp_path):
@@ -127,11 +115,15 @@ def _alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_ctrl_c_does_not_reach_the_server(binary, tmp_path):
-    server, client = start(tmp_path, binary)
-    assert os.getsid(server.process.pid) != os.getsid(0)
+def test_stopping_twice_is_stopping_once(launch):
+    server = launch()
     server.stop()
-    client.close()
+    server.stop()
+    assert server.process.returncode is not None
+
+
+def test_ctrl_c_does_not_reach_the_server(launch):
+    assert os.getsid(launch().process.pid) != os.getsid(0)
 
 
 def test_only_the_wheels_binary_is_used(tmp_path):

@@ -116,6 +116,13 @@ def test_an_entry_that_the_ledger_did_not_write_is_put_away(run, fields):
     assert run.ledger.counts()["pending"] == 1
 
 
+def test_a_copy_of_a_live_tickets_entry_is_not_handed_out(run):
+    (ticket,) = run.issue(1)
+    ((_, fields),) = run.client.xrange(run.keys.tasks)
+    run.client.xadd(run.keys.tasks, fields)
+    assert [d.ticket for d in run.tasks().claim(9, 0)] == [ticket]
+
+
 def test_q_04_a_pending_entry_that_someone_deleted_does_not_stay_pending(run, caplog):
     run.issue(2)
     first, second = run.tasks().claim(2, 0)

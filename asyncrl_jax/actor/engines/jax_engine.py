@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,8 +23,6 @@ from asyncrl_jax.actor.engines.base import Completion
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models import KVCache, Params, decode_step, from_hf, graph_of, init_cache, merge, prefill
 from asyncrl_jax.weights.manifest import Manifest, WeightsMismatch, check_canary
-
-log = logging.getLogger(__name__)
 
 _PREFILL_ROWS = 16  # more rows fall out of a CPU's cache: 4 × 16 rows take half the time of 64
 _PROOF_TEMPERATURE = 0.7  # not 1, so that a temperature applied twice or never shows

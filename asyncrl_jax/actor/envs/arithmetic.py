@@ -13,8 +13,9 @@ symbol is one token.
 | 2 | 3-4 | 1-2 | yes |
 | 3 | 5 | 1-2 | no: a chain longer than any demonstration shows |
 
-Every task is one whose flawless solution fits in `SOLUTION_TOKENS` tokens and `SOLUTION_TURNS` turns. Levels 1 and 2
-always do (57 tokens at most); at level 3 most chains of 1 digit and those of 2 digits with short intermediate results.
+Every task is one whose flawless solution fits in `SOLUTION_TOKENS` tokens and `SOLUTION_TURNS` turns; others are never
+made. Levels 1 and 2 always fit (57 tokens at most). Of level 3 all chains of 1 digit do, and the half of those of 2
+digits whose intermediate results are short.
 
 The held-out split is decided by a hash of the expression alone, so no expression is in both splits, at any level.
 """
@@ -188,6 +189,7 @@ class Arithmetic:
     was well-formed and the last one an answer; `tool` the share of calls that were well-formed, 0 when none was made.
     """
 
+    name: ClassVar[str] = "arithmetic"
     vocab_size: ClassVar[int] = len(ALPHABET)
     num_levels: ClassVar[int] = len(LEVELS)
     identity: ClassVar[str] = _identity()
@@ -201,6 +203,8 @@ class Arithmetic:
         self._well_formed = True
 
     async def reset(self, task: Task) -> tuple[int, ...]:
+        if task.environment != self.name:
+            raise ValueError(f"a task of environment {task.environment!r}, not {self.name!r}")
         self._problem = make_problem(task.split, task.level, task.index)
         self._level = task.level
         return encode(f"^{self._problem.expression}=")

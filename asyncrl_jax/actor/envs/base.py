@@ -33,6 +33,7 @@ class Environment(Protocol):
     after a `reset` that raised.
     """
 
+    name: ClassVar[str]  # that tasks and the config carry
     vocab_size: ClassVar[int]  # tokens the environment writes are below this
     num_levels: ClassVar[int]
     identity: ClassVar[str]  # changes whenever tasks, protocol or tokens do

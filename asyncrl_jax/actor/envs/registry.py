@@ -6,7 +6,8 @@ from asyncrl_jax.actor.envs.arithmetic import Arithmetic
 from asyncrl_jax.actor.envs.base import Environment
 from asyncrl_jax.config import Config
 
-ENVIRONMENTS: dict[str, type[Environment]] = {"arithmetic": Arithmetic}
+_CLASSES: tuple[type[Environment], ...] = (Arithmetic,)
+ENVIRONMENTS = {environment.name: environment for environment in _CLASSES}
 
 
 def environment_class(name: str) -> type[Environment]:

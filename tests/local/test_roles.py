@@ -1,0 +1,67 @@
+"""The binaries of the roles, up to the point where a role begins."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl_jax.config import Config
+from asyncrl_jax.transport.server import start_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = start_server(tmp_path_factory.mktemp("redis"), Config().redis)
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(server.stop)
+        yield server
+
+
+def start(role: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"asyncrl_jax.launchers.{role}", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def test_a_wrong_password_is_one_clear_line(tmp_path, server):
+    wrong = tmp_path / "password"
+    wrong.write_text("guess")
+    flags = [f"--config.redis.url={server.url}", f"--config.redis.password_file={wrong}"]
+    done = start("actor", *flags, f"--config.run_dir={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "the password was refused" in done.stderr
+    assert "guess" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ([], "--config.run_dir"),
+        (["--config.run_dir=/proc/run"], "/proc/run"),
+        (["--config.run_dir=RUN", "--config.redis.password_file=/nowhere"], "--config.redis.password_file=/nowhere"),
+        (["--config.run_dir=RUN"], "--config.redis.url is empty"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(tmp_path, flags, named):
+    done = start("orchestrator", *(flag.replace("RUN", str(tmp_path / "run")) for flag in flags))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+@pytest.mark.parametrize("role", ["learner", "actor", "orchestrator", "demonstrations", "local"])
+def test_help_shows_settings_and_the_flags_of_the_binary(role):
+    done = start(role, "--help")
+    own = {"actor": "--actor_id", "demonstrations": "--output", "local": "--resume"}
+    assert "--config.learner.learning_rate: AdamW learning rate" in done.stdout
+    assert own.get(role, "--preset") in done.stdout
+
+
+def test_a_resumed_run_keeps_its_settings(tmp_path):
+    done = start("local", f"--resume={tmp_path}", "--config.seed=3")
+    assert done.returncode == 2
+    assert "--config.seed: a resumed run keeps its settings" in done.stderr
+    done = start("local", f"--resume={tmp_path / 'none'}")
+    assert done.returncode == 2
+    assert "config.json: No such file" in done.stderr
