@@ -1,7 +1,7 @@
 """One frozen tree of settings, checked when it is made. Flags are generated from it (see `flags.py`).
 
-Every leaf is declared with `setting(default, meaning)`, and the meaning names the unit. Nothing below `launchers/` reads
-a flag: parts receive the dataclass they need.
+Every leaf is declared with `setting(default, meaning)`, and the meaning names the unit. Nothing below `launchers/`
+reads a flag: parts receive the dataclass they need.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class ActorConfig:
 class EvaluationConfig:
     every_updates: int = setting(20, "optimizer updates between evaluations on held-out tasks")
     num_tasks_per_level: int = setting(
-        200, "held-out tasks of each level in an evaluation; the first and last use four times that"
+        200, "held-out tasks of each level in an evaluation; the first and last use twice that"
     )
 
     def __post_init__(self) -> None:

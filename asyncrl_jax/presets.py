@@ -16,13 +16,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learner.replay_ratio": 2,
         "weights.keep_versions": 32,
     },
-    # Where practice at scale starts from: 1,024 episodes an update, KL 0.05, an evaluation every 50 updates.
+    # Where practice at scale starts from: 1,024 episodes an update, 16 steps an episode, 256 environments, replay 2.
     "seed": {
         "learner.groups_per_update": 128,
         "learner.group_size": 8,
+        "learner.replay_ratio": 2,
         "learner.kl_coefficient": 0.05,
-        "evaluation.every_updates": 50,
+        "learner.clip_range": 0.2,
+        "learner.balance_coefficient": 0.02,
         "environment.max_turns": 16,
+        "actor.num_hosts": 2,
+        "actor.slots": 128,
+        "reward.final": 1.0,
+        "reward.step": 0.4,
+        "reward.format": 0.1,
+        "reward.tool": 0.1,
+        "evaluation.every_updates": 50,
     },
 }
 

@@ -32,7 +32,7 @@ from asyncrl_jax.types import EvaluationRequest, LearnerState, Outcome, Ticket
 log = logging.getLogger(__name__)
 
 TICK_S = 0.02
-FULL_EVALUATION = 4  # the first and the last evaluation use this many times the tasks
+FULL_EVALUATION = 2  # the first and the last evaluation use this many times the tasks
 
 
 def run_orchestrator(config: Config, run_dir: Path, redis_password: str | None, stop: threading.Event) -> int:
@@ -136,9 +136,9 @@ class Orchestrator:
             return
         grace = self._lag.token_updates if self._lag.straggler_policy == "mask" else 0
         for ticket_id, live in self._ledger.live().items():
-            if live.state == "issued" and live.ticket.line == learner.line:
-                if live.ticket.deadline + grace < learner.update:
-                    self._ledger.settle(ticket_id, Outcome.EXPIRED, update=learner.update, reason="sampled_too_late")
+            running = live.state == "issued" and live.ticket.line == learner.line
+            if running and live.ticket.deadline + grace < learner.update:
+                self._ledger.settle(ticket_id, Outcome.EXPIRED, update=learner.update, reason="sampled_too_late")
         self._expired_upto = at
 
     def _evaluate(self, learner: LearnerState) -> bool:
@@ -146,20 +146,18 @@ class Orchestrator:
         latest = self._control.latest()
         if latest is None or learner.phase == "warm_start":
             return False
-        evaluation = self._config.evaluation
-        every, final = evaluation.every_updates, learner.phase == "done"
-        due = latest.update - latest.update % every
-        if due >= self._config.learner.num_updates and not final:
-            return False  # the last evaluation is asked for when the learner is done
-        name = "final" if final else f"update-{due}"
-        if name not in self._evaluated:
+        num_updates = self._config.learner.num_updates
+        final = learner.phase == "done" and learner.update >= num_updates  # else: left by a shorter run before
+        due = latest.update - latest.update % self._config.evaluation.every_updates
+        name = f"final-{latest.update}" if final else f"update-{due}"
+        if name not in self._evaluated and (final or due < num_updates):
             full = final or due == 0
             self._control.request_evaluation(
                 EvaluationRequest(
                     evaluation_id=name,
                     version=latest.number,
                     update=latest.update,
-                    num_tasks_per_level=evaluation.num_tasks_per_level * (FULL_EVALUATION if full else 1),
+                    num_tasks_per_level=self._config.evaluation.num_tasks_per_level * (FULL_EVALUATION if full else 1),
                     seed=self._config.seed,
                 )
             )
@@ -167,7 +165,7 @@ class Orchestrator:
         if not final:
             return False
         results = {result.evaluation_id for result in self._control.evaluations()}
-        return "final" in results and not self._control.pending_evaluations()
+        return name in results and not self._control.pending_evaluations()
 
     def _beat(self, counts: dict[str, int], learner: LearnerState | None) -> None:
         now = time.monotonic()

@@ -161,3 +161,8 @@ def test_env_12_episodes_share_no_state():
 def test_tasks_that_do_not_exist(split, level, index):
     with pytest.raises(ValueError, match=str(split if split == "test" else 9 if level == 9 else -1)):
         make_problem(split, level, index)
+
+
+def test_a_task_of_another_environment_is_refused():
+    with pytest.raises(ValueError, match="chess"):
+        asyncio.run(Arithmetic().reset(Task("chess", "train", 1, 0)))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from engine_setup import MAX_TOKENS, MODEL, full_logits, full_logprobs, make_engine, make_version, running
 
+from asyncrl_jax.actor.engines.jax_engine import _gumbel
 from asyncrl_jax.weights.manifest import WeightsMismatch
 
 NEVER = frozenset()
@@ -61,6 +62,13 @@ def test_tokens_are_drawn_from_that_distribution(temperature):
     expected = num_samples * np.asarray(jax.nn.softmax(full_logits(make_version(1)[0], prompt)[-1] / temperature))
     deviations = (counts - expected) / np.sqrt(np.maximum(expected, 1.0))
     assert np.abs(deviations).max() < 5.0
+
+
+def test_noise_is_fresh_at_every_position_of_a_sequence():
+    seed_2, positions_N = np.array([0, 3], np.uint32), np.arange(3200)
+    noise_NV = jax.vmap(lambda position: _gumbel(seed_2, position, size=32))(positions_N)
+    counts = np.bincount(np.argmax(noise_NV, axis=1), minlength=32)
+    assert np.abs(counts - 100).max() < 50  # five standard deviations of equal chances
 
 
 def test_mis_09_a_sample_does_not_depend_on_its_batch_mates():

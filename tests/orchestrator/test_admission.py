@@ -64,7 +64,7 @@ def test_semi_async_releases_a_period_together():
     seed=st.integers(0, 2**16),
 )
 def test_lag_is_bounded_and_the_run_never_deadlocks(mode, bounds, groups, replay, period, heavy_tail, seed):
-    """ORCH-03. Actors of any speed, tickets that fail, weights as old as allowed: no lag above N, and all updates done."""
+    """ORCH-03. Actors of any speed, tickets that fail, weights as old as allowed: no lag above N, all updates done."""
     actor_updates, extra = bounds
     replay = min(replay, extra + 1) if mode == "async" else 1
     lag = Config(

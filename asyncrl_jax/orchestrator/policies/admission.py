@@ -2,9 +2,9 @@
 
 Rule. Issued while the learner is at update u, a ticket carries `min_update` (no token of it is sampled with older
 weights) and the deadline `min_update + N` (no update after it trains on it), so a token's lag cannot exceed N whatever
-happens in between. What is outstanding stays within the updates that can still use it, and below that, just in time: the
-update under way, plus what the learner will ask for while the next groups are being sampled (Little's law), plus a small
-slack. Filling to the bound instead would make the mean lag N for ever.
+happens in between. What is outstanding stays within the updates that can still use it, and below that, just in time:
+the update under way, plus what the learner will ask for while the next groups are being sampled (Little's law), plus a
+small slack. Filling to the bound instead would make the mean lag N for ever.
 
 * async: `min_update = u - A`; at most N - A + 1 updates' worth outstanding.
 * semi_async: S updates' worth are released when the previous S are done; `min_update` and deadline are those of the

@@ -1,0 +1,136 @@
+"""The orchestrator's loop against a real Redis: no memory of its own, nothing issued twice, a run that ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+
+import pytest
+
+from asyncrl_jax.config import ActorConfig, Config, EvaluationConfig, LearnerConfig, RedisConfig
+from asyncrl_jax.orchestrator.loop import FULL_EVALUATION, Orchestrator
+from asyncrl_jax.transport.connection import connect
+from asyncrl_jax.transport.control import Control
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.ledger import Ledger
+from asyncrl_jax.transport.server import start_server
+from asyncrl_jax.types import EvaluationResult, LearnerState, WeightVersion
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    started = start_server(tmp_path_factory.mktemp("redis"), RedisConfig())
+    yield started
+    started.stop()
+
+
+class Scene:
+    """A control state that the test writes as the learner would."""
+
+    def __init__(self, server, **changes):
+        self.config = dataclasses.replace(
+            Config(
+                learner=LearnerConfig(groups_per_update=4, group_size=2, num_updates=10),
+                actor=ActorConfig(heartbeat_s=0.001),
+                evaluation=EvaluationConfig(every_updates=4, num_tasks_per_level=5),
+            ),
+            **changes,
+        )
+        client = connect(RedisConfig(url=server.url, outage_s=5), server.password)
+        keys = Keys(uuid.uuid4().hex)
+        self.control, self.ledger = Control(client, keys), Ledger(client, keys)
+        self.control.ensure_epoch()
+
+    def orchestrator(self) -> Orchestrator:
+        return Orchestrator(self.config, self.control, self.ledger)
+
+    def learner_at(self, update: int, phase: str = "training", **changes) -> None:
+        self.control.announce(WeightVersion(update, update - 1 if update else None, 0, update, f"{update:032x}"))
+        self.control.set_learner(LearnerState(0, update, update, phase, **changes))
+
+    def report(self) -> list[str]:
+        requests = self.control.pending_evaluations()
+        for request in requests:
+            self.control.report_evaluation(
+                EvaluationResult(request.evaluation_id, request.version, request.update, {1: 1}, {1: 1}, 1.0)
+            )
+        return [request.evaluation_id for request in requests]
+
+
+@pytest.fixture
+def scene(server):
+    return Scene(server)
+
+
+def test_nothing_is_issued_before_the_learner_trains(scene):
+    scene.orchestrator().tick()
+    scene.learner_at(0, phase="warm_start")
+    scene.orchestrator().tick()
+    assert scene.ledger.counts()["issued"] == 0
+
+
+def test_a_successor_goes_on_where_the_dead_one_stood(scene):
+    scene.learner_at(0)
+    for _ in range(5):
+        scene.orchestrator().tick()  # a new one every time: all it needs is in Redis
+    issued = scene.ledger.counts()["issued"]
+    assert issued == 4 + 4 + scene.config.lag.slack_groups
+    scene.learner_at(1)
+    scene.orchestrator().tick()
+    assert scene.ledger.counts()["issued"] == issued
+
+
+def test_trained_but_unsettled_tickets_are_not_outstanding(scene):
+    scene.learner_at(0)
+    scene.orchestrator().tick()
+    issued = scene.ledger.counts()["issued"]
+    scene.learner_at(1, unsettled_tickets=4, unsettled_uses=4)
+    scene.orchestrator().tick()
+    assert scene.ledger.counts()["issued"] == issued + 4
+
+
+def test_a_running_ticket_expires_once_no_update_can_use_it(scene):
+    scene.learner_at(0)
+    orchestrator = scene.orchestrator()
+    orchestrator.tick()
+    issued = set(scene.ledger.live())
+    scene.learner_at(4)
+    orchestrator.tick()
+    assert scene.ledger.counts()["expired"] == 0  # its deadline is update 4
+    scene.learner_at(5)
+    orchestrator.tick()
+    assert scene.ledger.counts()["expired"] == len(issued)
+    assert not issued & scene.ledger.live().keys()
+
+
+def test_evaluations_are_asked_for_once_and_pin_a_version(scene):
+    scene.learner_at(0)
+    for _ in range(2):
+        scene.orchestrator().tick()
+    (first,) = scene.control.pending_evaluations()
+    assert (first.evaluation_id, first.version, first.num_tasks_per_level) == ("update-0", 0, 5 * FULL_EVALUATION)
+    scene.learner_at(5)
+    scene.orchestrator().tick()
+    second = scene.control.pending_evaluations()[1]
+    assert (second.evaluation_id, second.version, second.update, second.num_tasks_per_level) == ("update-4", 5, 5, 5)
+
+
+def test_the_run_ends_with_the_last_evaluation_and_goes_on_when_it_is_extended(scene):
+    scene.learner_at(10)
+    assert not scene.orchestrator().tick()
+    scene.report()
+    scene.learner_at(10, phase="done")
+    orchestrator = scene.orchestrator()
+    assert not orchestrator.tick()
+    assert scene.report() == ["final-10"]
+    assert orchestrator.tick()
+    assert scene.control.phase() == "finished"
+    # Resumed for more updates: what the learner left behind does not end the longer run.
+    scene.config = dataclasses.replace(scene.config, learner=dataclasses.replace(scene.config.learner, num_updates=20))
+    scene.control.set_phase("running")
+    assert not scene.orchestrator().tick()
+    scene.learner_at(20, phase="done")
+    orchestrator = scene.orchestrator()
+    assert not orchestrator.tick()
+    assert "final-20" in scene.report()
+    assert orchestrator.tick()
