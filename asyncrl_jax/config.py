@@ -98,7 +98,7 @@ class ModelConfig:
     dispatch: str = setting(
         "blocked", "MoE dispatch in training: blocked (dropless, runs everywhere) or dense (reference)"
     )
-    init_std: float = setting(0.02, "standard deviation of the random initialisation")
+    init_std: float = setting(0.08, "standard deviation of the random initialisation")
 
     def __post_init__(self) -> None:
         for name in (
@@ -217,8 +217,8 @@ class WarmStartConfig:
     demonstrations: str = setting(
         "", "Avro file of demonstrations; empty: the local launcher writes <run_dir>/demonstrations.avro"
     )
-    num_demonstrations: int = setting(6000, "demonstrations to write")
-    num_steps: int = setting(1200, "supervised steps before v0; 0 for none")
+    num_demonstrations: int = setting(20_000, "demonstrations to write")
+    num_steps: int = setting(2400, "supervised steps before v0; 0 for none")
     batch_rows: int = setting(16, "demonstrations in one step")
     learning_rate: float = setting(3e-3, "peak learning rate, decayed to a tenth by a cosine")
 
@@ -236,7 +236,7 @@ class WarmStartConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
-    num_updates: int = setting(120, "optimizer updates in the run")
+    num_updates: int = setting(160, "optimizer updates in the run")
     groups_per_update: int = setting(16, "groups in one update")
     group_size: int = setting(8, "trajectories in one group")
     replay_ratio: int = setting(1, "most updates that may train on one group")

@@ -169,7 +169,7 @@ class Learner:
         waited_for_stragglers_since: float | None = None
         while not self._stopping():
             self.vitals.check()
-            self._hear_publisher()
+            self.hear_publisher()
             self._settle_if_durable()
             self._follow_epoch()
             self.intake.pool_new(READ_BLOCK_MS)
@@ -284,25 +284,23 @@ class Learner:
 
     def publish(self, wait: bool = False) -> None:
         """Publishes the current weights unless they already are the newest version of this line."""
-        self._heard(self.publisher.wait())
+        self.hear_publisher(wait=True)
         newest = self.version
         if newest is None or (newest.line, newest.update) != (self.line, self.update):
-            self._heard(
-                self.publisher.start(
-                    self.trainer.host_weights(),
-                    number=max(self.staleness.versions, default=-1) + 1,
-                    parent=newest.number if newest else None,
-                    line=self.line,
-                    update=self.update,
-                    canary=self.trainer.canary(),
-                )
+            self.publisher.start(
+                self.trainer.host_weights(),
+                number=max(self.staleness.versions, default=-1) + 1,
+                parent=newest.number if newest else None,
+                line=self.line,
+                update=self.update,
+                canary=self.trainer.canary(),
             )
         if wait:
-            self._heard(self.publisher.wait())
+            self.hear_publisher(wait=True)
 
-    def _hear_publisher(self) -> None:
+    def hear_publisher(self, wait: bool = False) -> None:
         """Takes up a finished publication, or raises what ended it: nobody samples for versions that never come."""
-        if self.publisher.done():
+        if wait or self.publisher.done():
             self._heard(self.publisher.wait())
 
     def _heard(self, version: WeightVersion | None) -> None:

@@ -34,11 +34,15 @@ class Publisher:
 
     def start(
         self, params: dict[str, np.ndarray], *, number: int, parent: int | None, line: int, update: int, canary: Canary
-    ) -> WeightVersion | None:
-        """Begins to publish host copies of the weights; first waits for the version before, and returns it."""
-        before = self.wait()
+    ) -> None:
+        """Begins to publish host copies of the weights.
+
+        Raises:
+          RuntimeError: if the version before was not waited for.
+        """
+        if self._running is not None:
+            raise RuntimeError(f"v{number}: the version before is still being published; wait for it first")
         self._running = self._thread.submit(self._publish, params, number, parent, line, update, canary)
-        return before
 
     def wait(self) -> WeightVersion | None:
         """The version being published, once it is announced; None if there is none."""

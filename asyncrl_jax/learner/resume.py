@@ -177,6 +177,7 @@ def _open_line(learner: Learner, held: list[PooledGroup]) -> None:
 
 def reopen_after_reset(learner: Learner) -> None:
     """Redis came back without its data: tell it again what is true, and let new tickets replace what was lost."""
+    learner.hear_publisher(wait=True)  # a version announced to the Redis that forgot is announced again below
     before = learner.epoch
     learner.epoch, _ = learner.control.ensure_epoch(at_least=before + 1)
     lost = learner.settlement.record_lost(learner.epoch, learner.update, held=learner.uses)

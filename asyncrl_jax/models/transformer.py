@@ -181,6 +181,7 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     return params_of(Decoder(config, rngs=nnx.Rngs(seed)))
 
 
+@functools.cache
 def abstract_params(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every weight, without making any."""
+    """Shape and dtype of every weight, without making any. Shared: do not change it."""
     return jax.eval_shape(lambda: init_params(config, 0))

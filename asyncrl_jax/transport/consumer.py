@@ -98,7 +98,8 @@ class StreamConsumer:
         try:
             return call()
         except redis.ResponseError as error:
-            if "NOGROUP" not in str(error):
+            # A reader that was waiting when the streams went is told in another way than one that comes later.
+            if not any(sign in str(error) for sign in ("NOGROUP", "UNBLOCKED")):
                 raise
             _log.warning("Redis was reset: making consumer group %s of %s again", self._group, self._streams)
             self._create_groups()

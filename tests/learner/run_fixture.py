@@ -155,6 +155,8 @@ class ScriptedRun:
             self._serve_until_stopped()
         except BaseException as error:  # noqa: BLE001  raised again by __exit__
             self.error = error
+            if self.learner is not None:
+                self.learner.stop.set()
 
     def _serve_until_stopped(self) -> None:
         orchestrator = Orchestrator(self.config, self.control, self.ledger)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -142,3 +143,15 @@ def test_claims_go_on_after_redis_was_emptied(run):
     run.client.delete(run.keys.tasks)
     assert tasks.keep_alive([]) == []
     assert tasks.claim(1, 0) == []
+
+
+def test_q_13_a_reader_that_waits_while_redis_is_emptied_waits_on(run):
+    """Redis unblocks it with an error of its own; the next ticket still arrives."""
+    stream = run.tasks()
+    assert stream.claim(1, 0) == []
+    emptied = threading.Timer(0.2, lambda: run.client.delete(run.keys.tasks))
+    emptied.start()
+    assert stream.claim(1, 600) == []
+    emptied.join()
+    (ticket,) = run.issue(1)
+    assert [delivery.ticket for delivery in stream.claim(1, 1000)] == [ticket]
