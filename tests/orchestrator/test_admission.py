@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_jax.config import Config, EnvironmentConfig, LagConfig
+from asyncrl_jax.config import Config, EnvironmentConfig, LagConfig, WeightsConfig
 from asyncrl_jax.orchestrator.policies import admission
 from asyncrl_jax.orchestrator.policies.admission import Observed
 from asyncrl_jax.orchestrator.policies.curriculum import draw_task
@@ -70,6 +70,7 @@ def test_lag_is_bounded_and_the_run_never_deadlocks(mode, bounds, groups, replay
     lag = Config(
         mode=mode,
         lag=LagConfig(actor_updates=actor_updates, token_updates=actor_updates + extra, semi_async_batches=period),
+        weights=WeightsConfig(keep_versions=16),
     ).effective_lag
     rng = random.Random(seed)
     num_updates, update, clock = 12, 0, 0
