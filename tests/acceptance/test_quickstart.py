@@ -1,0 +1,84 @@
+"""What the quickstart claims, on whole runs: it learns, it is asynchronous, it is RL, and it survives kills."""
+
+from __future__ import annotations
+
+import pytest
+
+from .whole_run import WholeRun, run_local
+
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1000)]
+
+SEEDS = (1, 2, 3)
+KILLS = ((25, "actor-0"), (50, "learner"), (80, "orchestrator"), (110, "redis"))
+MAX_WALL_S = 300.0
+MAX_CONTROL_GAIN = 0.05
+
+
+def check_sound(run: WholeRun) -> None:
+    """The promises that hold in every run."""
+    assert run.code == 0, run.output[-2000:]
+    assert run.left_running == []
+    summary = run.summary
+    assert summary["lag"]["over_bound_tokens"] == 0
+    assert summary["lag"]["max"] <= summary["lag"]["bound"]
+    assert run.audited.sound, run.audited.problems
+    assert run.audited.ledger == summary["ledger"]
+    assert run.audited.lag_histogram == run.audited.archived_lag_histogram
+    assert sum(count for name, count in summary["ledger"].items() if name != "issued") == summary["ledger"]["issued"]
+
+
+def check_learnt(run: WholeRun) -> None:
+    summary = run.summary
+    levels = [str(level) for level in summary["success_levels"]]
+    assert sum(summary["evaluation_tasks_after"][level] for level in levels) >= 200
+    assert summary["success_before"] <= 0.5
+    assert summary["success_after"] >= 0.9
+    assert summary["versions"] >= 20
+    assert summary["success_undemonstrated_after"] > summary["success_undemonstrated_before"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_asynchronous_run_learns_within_its_lag_bound(seed, tmp_path, record):
+    run = run_local(tmp_path / "run", [f"--config.seed={seed}"])
+    record(f"async, seed {seed}", run)
+    check_sound(run)
+    check_learnt(run)
+    assert run.wall_s <= MAX_WALL_S
+    assert run.summary["lag"]["mean"] >= 0.5
+    assert run.summary["mixed_version_trajectories"] > 0
+
+
+@pytest.mark.parametrize("mode", ["sync", "semi_async"])
+def test_the_other_modes_reach_the_same_success(mode, tmp_path, record):
+    run = run_local(tmp_path / "run", [f"--config.mode={mode}", "--config.seed=1"])
+    record(f"{mode}, seed 1", run)
+    check_sound(run)
+    check_learnt(run)
+    assert run.wall_s <= MAX_WALL_S
+    if mode == "sync":
+        assert set(run.audited.lag_histogram) == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("learning rate 0", "--config.learner.learning_rate=0"),
+        ("rewards shuffled in the batch", "--config.reward.shuffle=true"),
+    ],
+)
+def test_without_a_signal_nothing_is_learnt(name, flag, tmp_path, record):
+    """Controls: the gain of the other runs comes from the reward, not from training more."""
+    run = run_local(tmp_path / "run", [flag, "--config.seed=1"])
+    record(f"async, seed 1, {name}", run)
+    check_sound(run)
+    assert run.summary["success_after"] - run.summary["success_before"] <= MAX_CONTROL_GAIN
+
+
+def test_a_run_in_which_every_part_is_killed_ends_like_any_other(tmp_path, record):
+    run = run_local(tmp_path / "run", ["--config.seed=1"], kills=KILLS)
+    record("async, seed 1, each part killed once", run)
+    check_sound(run)
+    check_learnt(run)
+    assert set(run.summary["restarts"]) == {part for _, part in KILLS}
+    assert "replayed, equal to published" in run.log("learner")
+    assert run.audited.line == 0
