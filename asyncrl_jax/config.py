@@ -242,6 +242,7 @@ class LearnerConfig:
     replay_ratio: int = setting(1, "most updates that may train on one group")
     learning_rate: float = setting(6e-4, "AdamW learning rate; 0 trains nothing (a control experiment)")
     lr_warmup_updates: int = setting(5, "updates over which the learning rate rises linearly")
+    lr_decay_updates: int = setting(160, "updates by which it has fallen linearly to a tenth; 0 keeps it constant")
     weight_decay: float = setting(0.0, "AdamW weight decay")
     max_grad_norm: float = setting(1.0, "global gradient norm above which the gradient is scaled down")
     clip_range: float = setting(0.2, "PPO clip: the ratio is held in [1 - clip, 1 + clip]")
@@ -267,6 +268,13 @@ class LearnerConfig:
             self.group_size >= 2, "learner.group_size", self.group_size, "at least 2: the advantage compares members"
         )
         _require(self.learning_rate >= 0, "learner.learning_rate", self.learning_rate, "at least 0")
+        _require(self.lr_warmup_updates >= 0, "learner.lr_warmup_updates", self.lr_warmup_updates, "at least 0")
+        _require(
+            self.lr_decay_updates == 0 or self.lr_decay_updates > self.lr_warmup_updates,
+            "learner.lr_decay_updates",
+            self.lr_decay_updates,
+            f"0, or more than learner.lr_warmup_updates = {self.lr_warmup_updates}",
+        )
         _require(0 < self.clip_range < 1, "learner.clip_range", self.clip_range, "between 0 and 1")
         _require(self.kl_coefficient >= 0, "learner.kl_coefficient", self.kl_coefficient, "at least 0")
         _require(self.balance_coefficient >= 0, "learner.balance_coefficient", self.balance_coefficient, "at least 0")

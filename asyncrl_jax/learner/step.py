@@ -35,6 +35,9 @@ from asyncrl_jax.models.transformer import DecoderOutput, Params, graph_of, init
 Metrics = dict[str, jax.Array]
 
 
+FINAL_LR_SHARE = 0.1  # of the peak, once `learner.lr_decay_updates` are done
+
+
 class TrainState(NamedTuple):
     """All that an update changes. A tree of arrays, ready for a checkpoint."""
 
@@ -87,8 +90,18 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
 
 
 def learning_rate_at(config: LearnerConfig, update: int) -> float:
-    """Learning rate of the update that follows `update` applied ones: a linear rise, then constant."""
-    return config.learning_rate * min(1.0, (update + 1) / max(config.lr_warmup_updates, 1))
+    """Learning rate of the update after `update` done ones: a linear rise, then a linear fall to `FINAL_LR_SHARE`.
+
+    As more and more groups are solved by all members or by none, the gradient comes from few of them, and Adam would
+    still make steps of the same size; the fall keeps late updates from undoing early ones. It does not depend on the
+    length of the run, so a run that is extended replays the updates that it made.
+    """
+    rise = min(1.0, (update + 1) / max(config.lr_warmup_updates, 1))
+    if config.lr_decay_updates == 0:
+        return config.learning_rate * rise
+    done = (update + 1 - config.lr_warmup_updates) / (config.lr_decay_updates - config.lr_warmup_updates)
+    fall = 1.0 - (1.0 - FINAL_LR_SHARE) * min(max(done, 0.0), 1.0)
+    return config.learning_rate * rise * fall
 
 
 def create_state(config: Config, seed: int, mesh: Mesh | None = None) -> TrainState:

@@ -213,9 +213,12 @@ def test_updates_are_adamw_at_the_rate_given():
         np.testing.assert_allclose(state.params[name][large], expected[large], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_the_learning_rate_rises_linearly_and_stays():
-    learner = tiny_config(learning_rate=1.0, lr_warmup_updates=4).learner
+def test_the_learning_rate_rises_linearly_then_stays_or_falls():
+    learner = tiny_config(learning_rate=1.0, lr_warmup_updates=4, lr_decay_updates=0).learner
     assert [learning_rate_at(learner, update) for update in (0, 1, 3, 4, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    learner = tiny_config(learning_rate=1.0, lr_warmup_updates=4, lr_decay_updates=14).learner
+    rates = [learning_rate_at(learner, update) for update in (0, 1, 3, 8, 13, 100)]
+    assert rates == pytest.approx([0.25, 0.5, 1.0, 0.55, 0.1, 0.1])
 
 
 def test_a_canary_is_the_logprob_of_each_next_token():
