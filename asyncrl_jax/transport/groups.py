@@ -113,7 +113,9 @@ class GroupReader:
                 return accepted
         if not self._ready:
             each = max(1, count // len(self._streams))
-            self._ready = self._consumer.read_new(each, block_ms)
+            new = self._consumer.read_new(each, block_ms)
+            # A consumer group that was lost and made anew delivers the stream from its start, with what is held here.
+            self._ready = [entry for entry in new if entry.entry_id not in self._held[entry.stream]]
             for entry in self._ready:
                 self._held[entry.stream].add(entry.entry_id)
         entries, self._ready = self._ready[:count], self._ready[count:]
