@@ -24,6 +24,8 @@ from asyncrl_jax.types import REWARD_PARTS, FinishReason, Group, Task, Ticket, T
 _MARKER = b"\xc3\x01"
 _HEADER_BYTES = 10
 _LOGPROB_SLACK = 1e-5  # float32 log-softmax of a near-certain token may round to just above 0
+_LATEST = 1e12  # unix seconds; differences of times within it stay far from what a float can hold
+_LARGEST_REWARD = 1e30  # fits float32, in which advantages are trained
 _TICKET_ID = re.compile(r"[0-9]{1,12}-[0-9]{1,15}")
 _FINISH_REASONS = tuple(FinishReason)  # the wire holds positions in it; new reasons join at the end
 
@@ -348,15 +350,16 @@ def _check_values(columns: dict[str, np.ndarray], limits: Limits, ticket: Ticket
     require_all(sampled_S | (logprobs_S == 0), "unsampled_logprob", "behaviour_logprobs")
     require_all(np.where(sampled_S, versions_S >= 0, versions_S == -1), "bad_version", "policy_versions")
     require_all(np.isfinite(columns["rewards"]), "non_finite_reward", "rewards")
+    require_all(np.abs(columns["rewards"]) <= _LARGEST_REWARD, "reward_out_of_range", "rewards")
     parts_GP = columns["reward_parts"]
     require_all(((parts_GP >= 0) & (parts_GP <= 1)).all(axis=1), "bad_reward_parts", "reward_parts")  # NaN fails both
     require_all(columns["successes"] <= 1, "bad_success", "successes")
     require_all(columns["finish_reasons"] < len(_FINISH_REASONS), "bad_finish_reason", "finish_reasons")
     require_all(columns["num_turns"] >= 0, "bad_num_turns", "num_turns")
     for name in ("sampling_started_at", "sampling_ended_at"):  # their order is not checked: clocks are set back
-        require_all(np.isfinite(columns[name]), "bad_time", name)
+        require_all(np.abs(columns[name]) <= _LATEST, "bad_time", name)  # NaN fails
 
 
 def _check_envelope(group: Group) -> None:
     _require(isinstance(group.actor_id, str), "bad_actor", f"actor_id {group.actor_id!r:.40}", group.ticket)
-    _require(math.isfinite(group.enqueued_at), "bad_time", f"enqueued_at={group.enqueued_at}", group.ticket)
+    _require(abs(group.enqueued_at) <= _LATEST, "bad_time", f"enqueued_at={group.enqueued_at}", group.ticket)

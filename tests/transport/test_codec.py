@@ -115,6 +115,7 @@ BAD_GROUPS = {
     "version_missing": ("bad_version", _with("policy_versions", _set(2, -1))),
     "version_where_not_sampled": ("bad_version", _with("policy_versions", _set(0, 5))),
     "reward_nan": ("non_finite_reward", _with("reward", lambda _: float("nan"))),
+    "reward_beyond_float32": ("reward_out_of_range", _with("reward", lambda _: 1e39)),
     "reward_none": ("bad_dtype", _with("reward", lambda _: None)),
     "parts_nan": ("bad_reward_parts", _with("reward_parts", _set(0, np.nan))),
     "parts_above_one": ("bad_reward_parts", _with("reward_parts", _set(3, 1.5))),
@@ -123,6 +124,7 @@ BAD_GROUPS = {
     "reason_is_a_word": ("bad_finish_reason", _with("finish_reason", lambda _: "answered")),
     "turns_negative": ("bad_num_turns", _with("num_turns", lambda _: -1)),
     "time_nan": ("bad_time", _with("sampling_ended_at", lambda _: float("nan"))),
+    "time_beyond_all_clocks": ("bad_time", _with("sampling_started_at", lambda _: -1e308)),
     "member_missing": ("group_size_mismatch", lambda g: dataclasses.replace(g, trajectories=g.trajectories[:2])),
     "full_but_partial_and_more": ("group_size_mismatch", None),
     "nobody": ("empty_group", lambda g: dataclasses.replace(g, trajectories=(), partial=True)),
@@ -200,6 +202,7 @@ BAD_MESSAGES = {
     "ticket_id": ("bad_ticket", {"ticket": lambda t: t | {"ticket_id": "1-1; FLUSHALL"}}),
     "split": ("bad_ticket", {"ticket": lambda t: t | {"split": "test"}}),
     "enqueued_at": ("bad_time", {"enqueued_at": lambda _: float("inf")}),
+    "enqueued_at_the_end_of_time": ("bad_time", {"enqueued_at": lambda _: 1e308}),
 }
 
 
