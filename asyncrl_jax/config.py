@@ -7,6 +7,7 @@ reads a flag: parts receive the dataclass they need.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from typing import Any
 
@@ -50,7 +51,10 @@ class RedisConfig:
             "use redis://host:port/db, rediss://… or unix://…",
         )
         _require(
-            "@" not in self.url, "redis.url", "…@…", "put the password in a file and name it in redis.password_file"
+            "@" not in self.url and "password" not in self.url,
+            "redis.url",
+            "…@…",
+            "put the password in a file and name it in redis.password_file",
         )
         _require(self.partitions >= 1, "redis.partitions", self.partitions, "at least 1")
         _require(0 <= self.port < 65536, "redis.port", self.port, "a port is 0 to 65535")
@@ -337,7 +341,10 @@ class Config:
 
     def __post_init__(self) -> None:
         _require(self.mode in MODES, "mode", self.mode, f"use one of {', '.join(MODES)}")
-        _require(self.seed >= 0, "seed", self.seed, "at least 0")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
+        for name, value in flatten(self).items():
+            numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, float)]
+            _require(all(map(math.isfinite, numbers)), name, value, "a finite number")
         lag = self.effective_lag
         _require(
             self.weights.keep_versions > lag.token_updates // self.weights.publish_every_updates + 1,

@@ -113,6 +113,9 @@ MISTAKES = {
     "--preset=fast": "--preset=fast",
     "--config_file=/nowhere.json": "/nowhere.json: No such file",
     "--config.redis.url=redis://:secret@host": "password_file",
+    "--config.redis.url=redis://host?password=secret": "password_file",
+    "--config.reward.final=inf": "--config.reward.final=inf",
+    "--config.seed=18446744073709551616": "--config.seed=18446744073709551616",
     "train": "unexpected argument 'train'",
 }
 
