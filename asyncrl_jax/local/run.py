@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,6 +44,8 @@ DEMONSTRATIONS_LIMIT_S = 600.0
 CLOSING_LIMIT_S = 60.0  # for parts to end by themselves once the run is finished
 # The launcher never waits long for Redis: it is the one that must start it again.
 _PATIENCE_S = 0.2
+_ANSWER_S = 0.5  # nor for an answer: it must hear that it is to stop, whatever Redis does
+_REPORT_PATIENCE_S = 10.0  # the report is worth a wait
 _TICK_S = 0.1
 _REFRESH_S = 0.5  # between looks at Redis
 _FULL_DISK_BYTES = 8 * 2**20
@@ -142,7 +144,7 @@ class LocalRun:
             signal.signal(number, self._on_signal)
         try:
             return self._session()
-        except PartFailed as error:
+        except (PartFailed, RedisUnavailable) as error:
             self._supervisor.stop()
             print(f"error: {self._disk_hint()}{error}", file=sys.stderr)
             print(f"The run can be resumed: --resume={self._run_dir}", file=sys.stderr)
@@ -174,8 +176,9 @@ class LocalRun:
         if password and not config.redis.password_file:
             self._environment[PASSWORD_VARIABLE] = password
         self._make_demonstrations()
-        client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), password)
-        Control(client, Keys(config.redis.namespace)).set_phase("running")
+        patient = connect(dataclasses.replace(config.redis, outage_s=_REPORT_PATIENCE_S), password)
+        Control(patient, Keys(config.redis.namespace)).set_phase("running")
+        client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), password, answer_s=_ANSWER_S)
         for part in self._parts():
             self._supervisor.start(part)
         write_record(self._run_dir, config, self._environment)
@@ -185,7 +188,7 @@ class LocalRun:
         self._supervisor.stop_roles()
         from asyncrl_jax.observe.report import print_summary, write_report  # matplotlib: not before there is a picture
 
-        summary = write_report(self._run_dir, collect_run(self._run_dir, config, client, self._supervisor.restarts))
+        summary = write_report(self._run_dir, collect_run(self._run_dir, config, patient, self._supervisor.restarts))
         print_summary(self._console, self._run_dir, summary)
         return exit_codes.FINISHED
 
@@ -195,7 +198,8 @@ class LocalRun:
         servers: list[Server] = []
 
         def start() -> subprocess.Popen[bytes]:
-            servers.append(start_server(directory, settings))
+            port = servers[0].port if servers else settings.port  # the roles know the first one
+            servers.append(start_server(directory, dataclasses.replace(settings, port=port)))
             return servers[-1].process
 
         self._supervisor.start(Part("redis", start, directory / "redis.log", foundation=True))
@@ -265,7 +269,7 @@ class LocalRun:
             return self._supervisor.poll(ending=ending)
         finally:
             if sum(self._supervisor.restarts.values()) != before:
-                (self._run_dir / "restarts.json").write_text(json.dumps(self._supervisor.restarts) + "\n")
+                write_restarts(self._run_dir, self._supervisor.restarts)
 
     def _look(self, client: redis_client.Redis) -> Snapshot | None:
         """What Redis knows of the run; None while it is away, since then it must be started again first."""
@@ -291,6 +295,13 @@ def read_restarts(run_dir: Path) -> dict[str, int]:
     """Restarts by part in the sessions so far."""
     path = run_dir / "restarts.json"
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write_restarts(run_dir: Path, restarts: Mapping[str, int]) -> None:
+    """Writes the file that `read_restarts` reads, whole or not at all."""
+    draft = run_dir / "restarts.tmp"
+    draft.write_text(json.dumps(restarts) + "\n")
+    os.replace(draft, run_dir / "restarts.json")
 
 
 def point_latest(run_dir: Path) -> None:

@@ -34,7 +34,8 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 120.0
 FIRST_BACKOFF_S = 0.5
 EARLY_S = 20.0
-STOP_S = 8.0  # for roles to close after SIGTERM, before they are killed
+STOP_S = 6.5  # for roles to close after SIGTERM, before they are killed
+FOUNDATION_STOP_S = 1.5  # for foundations, whose data is safe whenever they are killed
 _KILL_WAIT_S = 5.0  # for the system to end a killed process
 _POLL_S = 0.05
 
@@ -151,7 +152,7 @@ class Supervisor:
     def stop(self, timeout_s: float = STOP_S) -> None:
         """Closes all parts, the foundations last. May be called again."""
         self.stop_roles(timeout_s)
-        _end([r for r in self._running.values() if r.part.foundation], _KILL_WAIT_S, self._notify)
+        _end([r for r in self._running.values() if r.part.foundation], FOUNDATION_STOP_S, self._notify)
 
     def _judge(self, running: _Running, code: int) -> Ending:
         if code in (0, -signal.SIGTERM, -signal.SIGINT):
@@ -189,7 +190,7 @@ def _end(running: Sequence[_Running], timeout_s: float, notify: Callable[[str], 
         time.sleep(_POLL_S)
     for name, process in processes:
         if process.poll() is None:
-            notify(f"{name} did not close within {timeout_s:.0f} s of SIGTERM and is killed")
+            notify(f"{name} did not close within {timeout_s:g} s of SIGTERM and is killed")
             process.kill()
         process.wait(_KILL_WAIT_S)
         # The part leads a process group, which may have outlived it.

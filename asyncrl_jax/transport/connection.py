@@ -15,7 +15,7 @@ from redis.retry import Retry
 from asyncrl_jax.config import RedisConfig
 
 _log = logging.getLogger(__name__)
-_SOCKET_TIMEOUT_S = 10.0  # a server that holds a reply for longer counts as unreachable
+_ANSWER_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _OLDEST_VERSION = (6, 2)  # XAUTOCLAIM's release; XPENDING with IDLE needs it too
 
@@ -24,9 +24,12 @@ class RedisUnavailable(RuntimeError):
     """Redis can't be used: unreachable for too long, wrong password, too old, or something else answers."""
 
 
-def connect(config: RedisConfig, password: str | None) -> redis.Redis:
+def connect(config: RedisConfig, password: str | None, *, answer_s: float = _ANSWER_S) -> redis.Redis:
     """A checked client. Its commands are retried through an outage of up to `outage_s`, so a write may run twice: every
     write of this package is safe to repeat.
+
+    Args:
+      answer_s: a server that holds a reply for longer counts as unreachable; longer than any blocking read.
 
     Raises:
       RedisUnavailable: with one line that names the address and what is wrong.
@@ -38,8 +41,8 @@ def connect(config: RedisConfig, password: str | None) -> redis.Redis:
         config.url,
         password=password,
         protocol=2,  # one shape of replies on every server version
-        socket_timeout=_SOCKET_TIMEOUT_S,
-        socket_connect_timeout=_SOCKET_TIMEOUT_S,
+        socket_timeout=answer_s,
+        socket_connect_timeout=answer_s,
         retry=_WaitOut(config.url, config.outage_s),
     )
     try:

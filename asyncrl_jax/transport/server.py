@@ -29,6 +29,7 @@ class Server:
 
     process: subprocess.Popen[bytes]
     url: str
+    port: int
     password: str = dataclasses.field(repr=False)
     version: str
 
@@ -45,12 +46,13 @@ class Server:
 def start_server(directory: str | os.PathLike[str], config: RedisConfig) -> Server:
     """Starts a server whose data, password and port live in `directory`, and waits until it answers.
 
-    A second start on the same directory keeps all three. On Linux the server ends with the thread that started it, so
-    call this from a thread that lives as long as the run.
+    A second start on the same directory keeps data and password, and the port where it can. On Linux the server ends
+    with the thread that started it, so call this from a thread that lives as long as the run.
 
     Args:
       directory: made if missing. `redis.password` in it holds the password, for this user only.
-      config: `server` names the binary; `port` 0 keeps the port of the last start, or picks a free one.
+      config: `server` names the binary; `port` 0 keeps the port of the last start if nobody took it meanwhile, or else
+        picks a free one.
 
     Raises:
       ValueError: no suitable binary, a port in use, or a server that does not start, with its last lines.
@@ -61,8 +63,12 @@ def start_server(directory: str | os.PathLike[str], config: RedisConfig) -> Serv
     if parse_version(version) < (7,) and (directory / "appendonlydir").exists():
         raise ValueError(f"{directory} holds data of Redis 7 or newer, which {binary}, {version}, cannot read")
     password = _password(directory)
-    port = config.port or _last_port(directory) or _free_port()
-    _require_free(port)
+    port = config.port
+    if port:
+        _require_free(port)
+    else:
+        last = _last_port(directory)
+        port = last if last and _is_free(last) else _free_port()
     settings = directory / "redis.conf"
     _write_private(settings, _settings(directory, port, password))
     log = directory / "redis.log"
@@ -75,7 +81,7 @@ def start_server(directory: str | os.PathLike[str], config: RedisConfig) -> Serv
             cwd=directory,
             start_new_session=True,  # Ctrl-C is for the launcher, which stops the server last
         )
-    server = Server(process, f"redis://127.0.0.1:{port}/0", password, version)
+    server = Server(process, f"redis://127.0.0.1:{port}/0", port, password, version)
     try:
         _wait_until_ready(server, log)
     except BaseException:
@@ -176,6 +182,14 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    try:
+        _require_free(port)
+    except ValueError:
+        return False
+    return True
 
 
 def _require_free(port: int) -> None:

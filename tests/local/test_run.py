@@ -4,12 +4,16 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 
 import pytest
+
+from asyncrl_jax.config_file import read_config
 
 LAUNCH = str(Path(__file__).with_name("launch.py"))
 FOREVER = "100000"
@@ -168,3 +172,32 @@ def test_nothing_survives_a_killed_launcher_and_no_command_line_holds_the_passwo
         while not gone(children.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert gone(children.values())
+
+
+def test_ux_06_a_redis_that_hangs_does_not_delay_the_stop(tmp_path):
+    with running_launcher(tmp_path / "run") as launcher:
+        children = parts(launcher.pid)
+        os.kill(children["redis"], signal.SIGSTOP)
+        time.sleep(1.0)  # by now everybody waits for an answer
+        started = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=40)
+        assert time.monotonic() - started < 10.0
+        assert launcher.returncode == 143
+        assert gone(children.values())
+
+
+def test_a_run_whose_port_was_taken_meanwhile_is_resumed_on_another(tmp_path):
+    run_dir = tmp_path / "run"
+    with running_launcher(run_dir) as launcher:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=20)
+    before = read_config(run_dir / "config.json").redis.url
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", urllib.parse.urlsplit(before).port))
+        taken.listen()
+        launcher = launch("resume", run_dir, str(state_of(run_dir) + 3))
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, errors
+    assert read_config(run_dir / "config.json").redis.url != before
