@@ -112,6 +112,7 @@ class Learner:
         self.uses: dict[str, list[int]] = {}  # updates that trained each ticket that is not settled
         self.finished: list[TrainedGroup] = []  # no use left, not in a started checkpoint
         self.saving: tuple[int, list[TrainedGroup]] | None = None  # a checkpoint being written, and what it finishes
+        self.forgotten: set[str] = set()  # tickets that the learner will settle and Redis lost with its data
         self.undone: set[str] = set()  # tickets trained on an abandoned line and not on this one
         self.update_s = 0.0  # seconds between updates, smoothed
         self.vitals = Vitals(self.control, config.actor, self._heartbeat)
@@ -154,6 +155,7 @@ class Learner:
         self.announce_state()
         while self.control.phase() not in ("finished", "stopping") and not self.stop.wait(0.1):
             self.vitals.check()
+            self._follow_epoch()
 
     def close(self) -> None:
         self.vitals.close()
@@ -204,7 +206,7 @@ class Learner:
         taken = self.pool.take_if(lambda p: self.staleness.is_unusable(p.versions, self.line, self.update))
         for pooled in taken:
             if pooled.uses:
-                self._finish_group(pooled)
+                self.finish_group(pooled)
                 continue
             outcome = Outcome.UNDONE if pooled.ticket_id in self.undone else Outcome.EXPIRED
             self.reader.complete([(pooled.entry, pooled.ticket_id)], outcome, self.update, reason="lag_bound")
@@ -243,11 +245,12 @@ class Learner:
             self.uses.setdefault(pooled.ticket_id, []).append(self.update)
             self.undone.discard(pooled.ticket_id)
             if pooled.ticket_id not in self.pool:
-                self._finish_group(pooled)
+                self.finish_group(pooled)
         self.update += 1
         return values
 
-    def _finish_group(self, pooled: PooledGroup) -> None:
+    def finish_group(self, pooled: PooledGroup) -> None:
+        """The next checkpoint settles it."""
         self.finished.append(TrainedGroup(pooled, tuple(self.uses[pooled.ticket_id]), time.time()))
 
     def _count(self, batch: list[PooledGroup], lags: Any, masks: Any, values: dict[str, float]) -> dict[str, float]:
@@ -316,10 +319,9 @@ class Learner:
 
     def announce_state(self) -> None:
         """Tells the others where the learner is; called after every change of update, line or phase."""
-        # Tickets of an earlier epoch are in no count of this Redis, so they must not be subtracted from one.
-        current = f"{self.epoch}-"
+        # Forgotten tickets are in no count of this Redis, so they must not be subtracted from one.
         finished = [*self.finished, *(self.saving[1] if self.saving else [])]
-        unsettled = [t for t in finished if t.pooled.ticket_id.startswith(current)]
+        unsettled = [t for t in finished if t.pooled.ticket_id not in self.forgotten]
         self.control.set_learner(
             LearnerState(
                 line=self.line,
@@ -327,7 +329,7 @@ class Learner:
                 version=self.version.number if self.version else -1,
                 phase=self.phase,
                 unsettled_tickets=len(unsettled),
-                unsettled_uses=sum(len(updates) for t, updates in self.uses.items() if t.startswith(current)),
+                unsettled_uses=sum(len(updates) for t, updates in self.uses.items() if t not in self.forgotten),
             )
         )
 
@@ -376,8 +378,12 @@ class Learner:
     def _follow_epoch(self) -> None:
         from .resume import reopen_after_reset
 
-        if self.control.epoch() != self.epoch:
+        epoch = self.control.epoch()
+        if epoch is None:
             reopen_after_reset(self)
+        elif epoch != self.epoch:  # changed by hand, with nothing lost; it must not fall, or ticket ids would repeat
+            log.error("the epoch in Redis was changed from %d to %d", self.epoch, epoch)
+            self.epoch = self.control.advance_epoch(self.epoch)
 
     # -- what others see ---------------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ def _start(learner: Learner) -> None:
 
 def _resume(learner: Learner, step: int) -> None:
     meta = _restore(learner, step)
+    learner.epoch = meta["epoch"]
     learner.trainer.load_reference(learner.run_dir / "reference")
     if learner.control.epoch() is None:
         learner.staleness.versions.update(_versions_on_disk(learner.weights_dir))
@@ -57,6 +58,8 @@ def _resume(learner: Learner, step: int) -> None:
     sweep(learner.weights_dir, announced=learner.staleness.versions)
     learner.control.set_phase("running")
     held = _read_pending(learner, meta)
+    if learner.epoch > meta["epoch"]:  # Redis lost its data after this checkpoint, and the killed learner what it held
+        learner.settlement.record_lost(learner.epoch, learner.update, held=learner.ledger.live())
     _fill_pool(learner, held)
     if not (_reproduced(learner) and _redo(learner)):
         _restore(learner, step)
@@ -69,7 +72,7 @@ def _resume(learner: Learner, step: int) -> None:
 def _restore(learner: Learner, step: int) -> dict[str, Any]:
     """Loads checkpoint `step` into the learner; returns its meta."""
     meta = learner.trainer.restore(learner.checkpoints, step)
-    learner.line, learner.update, learner.epoch = meta["line"], meta["update"], meta["epoch"]
+    learner.line, learner.update = meta["line"], meta["update"]
     for number, parent, fork_update in meta["lines"]:
         learner.staleness.lines[number] = Line(number, parent, fork_update)
     learner.uses = {ticket_id: list(updates) for ticket_id, updates in meta["uses"].items()}
@@ -179,13 +182,19 @@ def reopen_after_reset(learner: Learner) -> None:
     """Redis came back without its data: tell it again what is true, and let new tickets replace what was lost."""
     learner.hear_publisher(wait=True)  # a version announced to the Redis that forgot is announced again below
     before = learner.epoch
-    learner.epoch, _ = learner.control.ensure_epoch(at_least=before + 1)
+    learner.epoch = before + 1
+    for pooled in learner.pool.all():
+        if pooled.uses:
+            learner.finish_group(pooled)  # whatever uses are left: Redis would not hold it for a resume
+    learner.pool.clear()
     lost = learner.settlement.record_lost(learner.epoch, learner.update, held=learner.uses)
     log.error("Redis lost its data: epoch %d becomes %d, %d known tickets lost with it", before, learner.epoch, lost)
-    learner.pool.clear()
+    learner.forgotten |= learner.uses.keys()
     for line in learner.staleness.lines.values():
         learner.control.add_line(line)
     for _, version in sorted(learner.staleness.versions.items()):
         learner.control.announce(version)
+    # Last: a learner that is killed before this line finds no epoch and does all of it again.
+    learner.epoch, _ = learner.control.ensure_epoch(at_least=learner.epoch)
     learner.control.set_phase("running")
     learner.announce_state()

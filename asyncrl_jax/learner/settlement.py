@@ -12,7 +12,13 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from asyncrl_jax.transport.archive import ArchivedGroup, read_ledger_events, write_groups, write_ledger_events
+from asyncrl_jax.transport.archive import (
+    ArchivedGroup,
+    read_groups,
+    read_ledger_events,
+    write_groups,
+    write_ledger_events,
+)
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.groups import GroupReader
 from asyncrl_jax.transport.ledger import Ledger, LedgerEvent
@@ -67,12 +73,13 @@ class Settlement:
         """After a reset of Redis: writes down as failed what the archive knows as issued and nobody holds any more.
 
         Tickets issued since the last checkpoint were known to Redis alone and leave no trace here; the learner counts
-        a group of such a ticket that it did train from the archived group itself. Cost: O(events in the archive).
+        a group of such a ticket that it did train from the archived group itself. Safe to repeat: a learner may be
+        killed on the way, or later lose groups that it had trained on. Cost: O(archive).
 
         Args:
           epoch: the new one.
           update: updates done.
-          held: tickets whose groups the learner has trained on and will settle.
+          held: tickets that are live, or whose groups the learner has trained on and will settle.
 
         Returns:
           The number of tickets written down.
@@ -82,15 +89,18 @@ class Settlement:
         for path in self._archive.glob("ledger-*.avro"):
             for event in read_ledger_events(path):
                 (issued if event.outcome is None else ended).add(event.ticket_id)
+        for path in self._archive.glob("groups-*.avro"):  # their outcomes may have been lost on the way to a file
+            ended.update(row.group.ticket.ticket_id for row in read_groups(path))
         lost = sorted(issued - ended)
-        now = int(time.time() * 1000)
-        write_ledger_events(
-            self._archive / f"ledger-lost-{epoch:04d}.avro",
-            [
+        if lost:
+            path = self._archive / f"ledger-lost-{epoch:04d}.avro"
+            before = read_ledger_events(path) if path.exists() else []
+            now = int(time.time() * 1000)
+            events = [
                 LedgerEvent(f"{now}-{n}", "outcome", ticket_id, None, Outcome.FAILED, "lost_with_redis", update)
                 for n, ticket_id in enumerate(lost)
-            ],
-        )
+            ]
+            write_ledger_events(path, [*before, *events])
         return len(lost)
 
     def _archive_events(self) -> None:

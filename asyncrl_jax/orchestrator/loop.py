@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -26,7 +27,7 @@ from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
-from asyncrl_jax.transport.ledger import Ledger
+from asyncrl_jax.transport.ledger import Ledger, NoEpoch
 from asyncrl_jax.types import EvaluationRequest, LearnerState, Outcome, Ticket
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Orchestrator:
         self._ledger = ledger
         self._beat_at = 0.0
         self._expired_upto: tuple[int, int] | None = None
+        self._epoch: int | None = None
         self._evaluated: set[str] = set()
         self._decision: admission.Admission | None = None
 
@@ -77,8 +79,13 @@ class Orchestrator:
         # never left out, so the bound holds.
         counts = self._ledger.counts()
         learner = self._control.learner()
-        if learner is not None and self._control.epoch() is not None:
-            self._admit(learner, counts)
+        epoch = self._control.epoch()
+        if epoch != self._epoch:  # what was asked of a Redis that lost its data is asked again
+            self._epoch = epoch
+            self._evaluated.clear()
+        if learner is not None and epoch is not None:
+            with contextlib.suppress(NoEpoch):  # lost since the line above: the learner opens the next one
+                self._admit(learner, counts)
             self._expire(learner)
             finished = self._evaluate(learner)
             if finished:

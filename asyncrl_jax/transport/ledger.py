@@ -21,6 +21,10 @@ from asyncrl_jax.types import Outcome, Ticket
 _CHUNK = 256  # tickets in one script call; a script blocks the server while it runs
 
 
+class NoEpoch(RuntimeError):
+    """Redis is new or lost its data: nothing can be issued before the learner has opened an epoch."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LiveTicket:
     """A ticket without an outcome."""
@@ -110,20 +114,20 @@ class Ledger:
         """`n` ids that nobody else gets. A crash or a lost reply may leave gaps in the count.
 
         Raises:
-          RuntimeError: if Redis has no epoch: `Control.ensure_epoch` comes first.
+          NoEpoch: `Control.ensure_epoch` comes first.
         """
         if n == 0:
             return []
         answer = self._reserve(keys=[self._keys.epoch, self._keys.ticket_count, self._keys.reserved], args=[n])
         if answer is None:
-            raise RuntimeError("Redis has no epoch: it is new or was reset; call Control.ensure_epoch first")
+            raise NoEpoch("Redis has no epoch: it is new or was reset; call Control.ensure_epoch first")
         epoch, last = answer
         return [f"{epoch}-{number}" for number in range(last - n + 1, last + 1)]
 
     def issue(self, tickets: Sequence[Ticket]) -> int:
         """Makes tickets live and puts them in the tasks stream. One that was issued before is left alone.
 
-        Returns the number issued by this call.
+        Returns the number issued by this call; a Redis that lost its data since the ids were given issues none.
 
         Raises:
           InvalidGroup: for a malformed ticket; nothing was issued.

@@ -69,7 +69,8 @@ return {tonumber(epoch), last}
 ISSUE = (
     _SETTLEMENT
     + """
-local epoch = tonumber(redis.call('GET', KEYS[8]) or '0')
+local epoch = tonumber(redis.call('GET', KEYS[8]) or '')
+if not epoch then return {0, ''} end -- and no id is reserved
 local count = tonumber(redis.call('GET', KEYS[9]) or '0')
 for i = 2, #ARGV, 2 do
   local of_epoch, number = string.match(ARGV[i], '^(%d+)%-(%d+)$')

@@ -38,6 +38,7 @@ class Scene:
         )
         client = connect(RedisConfig(url=server.url, outage_s=5), server.password)
         keys = Keys(uuid.uuid4().hex)
+        self.client, self.keys = client, keys
         self.control, self.ledger = Control(client, keys), Ledger(client, keys)
         self.control.ensure_epoch()
 
@@ -47,6 +48,9 @@ class Scene:
     def learner_at(self, update: int, phase: str = "training", **changes) -> None:
         self.control.announce(WeightVersion(update, update - 1 if update else None, 0, update, f"{update:032x}"))
         self.control.set_learner(LearnerState(0, update, update, phase, **changes))
+
+    def lose_everything(self) -> None:
+        self.client.delete(*self.client.scan_iter(f"{self.keys.namespace}:*"))
 
     def report(self) -> list[str]:
         requests = self.control.pending_evaluations()
@@ -134,3 +138,32 @@ def test_the_run_ends_with_the_last_evaluation_and_goes_on_when_it_is_extended(s
     assert not orchestrator.tick()
     assert "final-20" in scene.report()
     assert orchestrator.tick()
+
+
+def test_an_evaluation_that_redis_lost_is_asked_for_again(scene):
+    orchestrator = scene.orchestrator()
+    scene.learner_at(10, phase="done")
+    orchestrator.tick()
+    assert [request.evaluation_id for request in scene.control.pending_evaluations()] == ["final-10"]
+    scene.lose_everything()
+    orchestrator.tick()
+    scene.control.ensure_epoch(at_least=2)
+    scene.learner_at(10, phase="done")
+    orchestrator.tick()
+    assert scene.report() == ["final-10"]
+    orchestrator.tick()
+    assert scene.control.phase() == "finished"
+
+
+@pytest.mark.parametrize("before", ["next_ticket_ids", "issue"])
+def test_a_redis_that_is_emptied_within_a_round_ends_nothing(scene, monkeypatch, before):
+    real = getattr(scene.ledger, before)
+
+    def emptied(*args):
+        scene.lose_everything()
+        return real(*args)
+
+    scene.learner_at(0)
+    monkeypatch.setattr(scene.ledger, before, emptied)
+    assert not scene.orchestrator().tick()
+    assert scene.ledger.counts()["issued"] == 0
