@@ -284,11 +284,32 @@ def test_entries_held_through_many_restarts_are_no_poison(run):
     assert run.ledger.counts()["pending"] == len(tickets)
 
 
+def test_q_04_of_four_groups_one_done_and_one_unacknowledged_a_trim_to_one_loses_two(run):
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, partitions=1))
+    tickets = run.queue(4)
+    reader = run.reader()
+    done, _unacknowledged = reader.read(2, 0)
+    assert reader.complete(pairs([done]), Outcome.TRAINED, 1) == 1
+    run.client.xtrim(run.keys.groups(0), maxlen=1, approximate=False)
+    lost = run.ledger.missing()
+    assert sorted(lost) == [ticket.ticket_id for ticket in tickets[1:3]]
+    assert run.ledger.settle_many(lost, Outcome.FAILED, reason="entry_lost") == 2
+    assert ids(read_all(run.reader())) == [tickets[3].ticket_id]
+    counts = run.ledger.counts()
+    assert (counts["trained"], counts["failed"], counts["pending"]) == (1, 2, 1)
+
+
 def test_q_10_twenty_restarts_leave_one_consumer_on_each_stream(run):
+    tickets = run.queue(8)
     for _ in range(20):
-        run.reader().read(1, 0)
+        assert ids(read_all(run.reader(), patience=1)) == sorted(ticket.ticket_id for ticket in tickets)
     for partition in range(run.config.partitions):
-        assert len(run.client.xinfo_consumers(run.keys.groups(partition), "learner")) <= 1
+        assert len(run.client.xinfo_consumers(run.keys.groups(partition), "learner")) == 1
+
+
+def test_q_12_groups_submitted_before_the_learner_starts_are_read(run):
+    tickets = run.queue(5)
+    assert ids(read_all(run.reader())) == sorted(ticket.ticket_id for ticket in tickets)
 
 
 def test_entries_of_a_vanished_reader_are_claimed_by_another(run):
