@@ -7,13 +7,15 @@ import uuid
 
 import pytest
 
-from asyncrl_jax.config import ActorConfig, Config, EvaluationConfig, LearnerConfig, RedisConfig
+from asyncrl_jax.config import ActorConfig, Config, EvaluationConfig, LagConfig, LearnerConfig, RedisConfig
 from asyncrl_jax.orchestrator.loop import FULL_EVALUATION, Orchestrator
 from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.control import Control
+from asyncrl_jax.transport.groups import GroupWriter
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.server import start_server
+from asyncrl_jax.transport.tasks import TaskStream
 from asyncrl_jax.types import EvaluationResult, LearnerState, WeightVersion
 
 
@@ -36,10 +38,9 @@ class Scene:
             ),
             **changes,
         )
-        client = connect(RedisConfig(url=server.url, outage_s=5), server.password)
-        keys = Keys(uuid.uuid4().hex)
-        self.client, self.keys = client, keys
-        self.control, self.ledger = Control(client, keys), Ledger(client, keys)
+        self.redis = connect(RedisConfig(url=server.url, outage_s=5), server.password)
+        self.keys = keys = Keys(uuid.uuid4().hex)
+        self.control, self.ledger = Control(self.redis, keys), Ledger(self.redis, keys)
         self.control.ensure_epoch()
 
     def orchestrator(self) -> Orchestrator:
@@ -50,7 +51,14 @@ class Scene:
         self.control.set_learner(LearnerState(0, update, update, phase, **changes))
 
     def lose_everything(self) -> None:
-        self.client.delete(*self.client.scan_iter(f"{self.keys.namespace}:*"))
+        self.redis.delete(*self.redis.scan_iter(f"{self.keys.namespace}:*"))
+
+    def submit(self, count: int) -> set[str]:
+        """Queues a group for each of `count` tickets; returns their ids."""
+        writer = GroupWriter(self.redis, self.keys, self.config.redis, limits=None)
+        deliveries = TaskStream(self.redis, self.keys, "actor-0", self.config.redis).claim(count, 0)
+        assert all(writer.submit_encoded(delivery, b"group") for delivery in deliveries)
+        return {delivery.ticket.ticket_id for delivery in deliveries}
 
     def report(self) -> list[str]:
         requests = self.control.pending_evaluations()
@@ -105,6 +113,44 @@ def test_a_running_ticket_expires_once_no_update_can_use_it(scene):
     orchestrator.tick()
     assert scene.ledger.counts()["expired"] == len(issued)
     assert not issued & scene.ledger.live().keys()
+
+
+def test_queued_groups_and_other_lines_are_the_learners_to_judge(scene):
+    scene.learner_at(0)
+    scene.orchestrator().tick()
+    queued = scene.submit(3)
+    scene.control.set_learner(LearnerState(1, 5, 0, "training"))
+    scene.orchestrator().tick()
+    assert scene.ledger.counts()["expired"] == 0
+    scene.learner_at(5)
+    scene.orchestrator().tick()
+    assert queued <= scene.ledger.live().keys()
+    assert scene.ledger.counts()["expired"] == scene.ledger.counts()["issued"] - len(scene.ledger.live()) > 0
+
+
+def test_a_late_ticket_whose_old_tokens_are_masked_runs_until_all_would_be(server):
+    scene = Scene(server, lag=LagConfig(straggler_policy="mask"))
+    scene.learner_at(0)
+    scene.orchestrator().tick()
+    scene.learner_at(8)
+    scene.orchestrator().tick()
+    assert scene.ledger.counts()["expired"] == 0  # deadline 4, and its newest tokens may be 4 updates younger
+    scene.learner_at(9)
+    scene.orchestrator().tick()
+    assert scene.ledger.counts()["expired"] > 0
+
+
+def test_orch_03_uses_and_tickets_are_counted_apart_when_groups_are_replayed(server):
+    scene = Scene(server, learner=LearnerConfig(groups_per_update=4, group_size=2, num_updates=10, replay_ratio=2))
+
+    def issued_at(update, **unsettled):
+        scene.learner_at(update, **unsettled)
+        scene.orchestrator().tick()
+        return scene.ledger.counts()["issued"]
+
+    assert issued_at(0) == 6  # 12 uses: 3 updates' worth
+    assert issued_at(1, unsettled_uses=4) == 6 + 2  # 8 uses are left
+    assert issued_at(9, unsettled_tickets=6, unsettled_uses=12) == 8 + 2  # the last update takes 4 distinct groups
 
 
 def test_evaluations_are_asked_for_once_and_pin_a_version(scene):
