@@ -54,6 +54,19 @@ def test_an_over_age_token_leaves_the_loss_or_takes_its_group_along_as_the_polic
     assert not expire.is_unusable((2, 5), line=0, update=6)
 
 
+def test_the_bound_itself_is_within_the_bound():
+    at_bound = trajectory([2, 1])
+    for mask_over_age in (False, True):
+        staleness = Staleness(VERSIONS, {0: Line(0)}, bound=4, mask_over_age=mask_over_age)
+        lags = staleness.token_lags(at_bound, line=0, update=6)
+        assert staleness.trainable_mask(at_bound, lags).tolist() == [1, 0]
+        assert not staleness.is_unusable((2,), line=0, update=6)
+        assert staleness.is_unusable((1,), line=0, update=6)
+    progress = Progress()
+    progress.count_lags(lags, bound=4)
+    assert (progress.tokens_trained, progress.over_bound_tokens) == (2, 1)
+
+
 def test_work_of_an_abandoned_line_counts_its_true_distance():
     lines = {0: Line(0), 1: Line(1, parent=0, fork_update=4)}
     versions = VERSIONS | {8: WeightVersion(8, 4, 1, 4, "")}
