@@ -6,31 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from asyncrl_jax.config import RedisConfig
 from asyncrl_jax.learner import settlement
-from asyncrl_jax.transport.server import start_server
 
 from .run_fixture import Crash, ScriptedRun, crash_once, small_config, trained_tasks
 
-pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    started = start_server(tmp_path_factory.mktemp("redis"), RedisConfig())
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Every learner compiles the same step; later ones find it on disk."""
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("jit")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", before[0])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_once")]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +90,48 @@ def test_a_learner_that_cannot_reproduce_its_updates_opens_a_new_line(server, tm
     assert len({version.number for version in versions.values()}) == len(versions)
     assert report.sound, report.problems
     assert resumed.update == 9
+
+
+def redo_log_lost(run, resumed, monkeypatch):
+    run.redis.delete(run.keys.redo)
+
+
+def replay_differs(run, resumed, monkeypatch):
+    real = resumed.trainer.weights_digest
+    monkeypatch.setattr(resumed.trainer, "weights_digest", lambda: "other" if resumed.update == 4 else real())
+
+
+@pytest.mark.parametrize(
+    ("fault", "left_behind"),
+    [(replay_differs, {"undone": 3, "expired": 3}), (redo_log_lost, {"undone": 0, "expired": 6})],
+)
+def test_ckpt_03_parts_that_stand_at_different_steps_all_go_back_to_the_checkpoint(
+    fault, left_behind, server, tmp_path, monkeypatch
+):
+    """Checkpoint 3, versions announced up to 4, v5 written and never announced: all go on from 3, on a new line.
+
+    Groups that v3 sampled are trained again. What v4 sampled is too old for lag 0: undone where the redo log says that
+    it was trained on, else expired.
+    """
+    config = small_config(tmp_path / fault.__name__, server, num_updates=9)
+    with ScriptedRun(config, server) as run:
+        learner = run.make_learner()
+        crash_once(learner.control, "announce", monkeypatch, when=lambda version: version.update == 5)
+        with pytest.raises(Crash):
+            run.drive(learner)
+        resumed = run.make_learner()
+        fault(run, resumed, monkeypatch)
+        run.drive(resumed)
+        report = run.audit()
+        counts = run.ledger.counts()
+        state = run.control.learner()
+        versions = run.control.versions()
+    assert report.sound, report.problems
+    assert (report.line, report.update, state.line, state.update, resumed.update) == (1, 9, 1, 9, 9)
+    announced = [(version.line, version.update) for version in versions.values()]
+    assert announced == [(0, n) for n in range(5)] + [(1, n) for n in range(3, 10)]
+    assert {name: counts[name] for name in left_behind} == left_behind
+    assert (counts["trained"], counts["pending"]) == (27, 0)
 
 
 def test_q_13_a_redis_that_lost_its_data_opens_a_new_epoch(server, tmp_path):
