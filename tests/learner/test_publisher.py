@@ -1,0 +1,129 @@
+"""From the learner's weights to an actor's engine: what a version holds, when it is announced, and how it is proven."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from asyncrl_jax.actor.engines.jax_engine import JaxEngine
+from asyncrl_jax.config import WeightsConfig
+from asyncrl_jax.learner.publisher import Publisher
+from asyncrl_jax.types import EvaluationRequest
+from asyncrl_jax.weights.manifest import Canary, WeightsMismatch, content_digest
+from asyncrl_jax.weights.publish import committed
+from asyncrl_jax.weights.read import describe, read, read_manifest
+
+from .run_fixture import ScriptedRun, small_config
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_once")]
+
+
+class Announcements:
+    """Stands for Redis: what is leased and asked for, and what was on disk when a version was announced."""
+
+    def __init__(self, directory, leased, evaluated):
+        self._directory, self._leased, self._evaluated = directory, leased, evaluated
+        self.on_disk = []
+
+    def announce(self, version):
+        assert describe(self._directory, version.number).manifest_digest == version.manifest_digest  # committed
+        assert time.time() - 60 < version.announced_at <= time.time()
+        self.on_disk.append(committed(self._directory))
+
+    def leased(self):
+        return self._leased
+
+    def pending_evaluations(self):
+        return [EvaluationRequest(f"e{number}", number, number, 1, 0) for number in self._evaluated]
+
+
+def test_wgt_01_a_version_is_announced_once_committed_and_retired_only_when_nobody_needs_it(tmp_path):
+    control = Announcements(tmp_path, leased={1}, evaluated=[2])
+    publisher = Publisher(str(tmp_path), WeightsConfig(keep_versions=2), control)
+    canary = Canary(np.zeros((1, 2), np.int32), np.zeros((1, 1), np.float32))
+    for number in range(7):
+        publisher.start({"w": np.float32([number])}, number=number, parent=None, line=0, update=number, canary=canary)
+        with pytest.raises(RuntimeError, match="still being published"):
+            publisher.start({}, number=9, parent=None, line=0, update=9, canary=canary)
+        assert publisher.wait().number == number
+    assert control.on_disk[5:] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 4, 5, 6]]  # old ones go after the announcement
+    assert committed(tmp_path) == [0, 1, 2, 5, 6]
+    publisher.close()
+
+
+@pytest.fixture(scope="module")
+def published(server, tmp_path_factory, compile_once):
+    """A run of three updates: (its learner, its versions, digests of its weights and of its reference by update)."""
+    config = small_config(tmp_path_factory.mktemp("published"), server, num_updates=3)
+    weights, references = {}, {}
+    with ScriptedRun(config, server) as run:
+        learner = run.make_learner()
+        real = learner.publish
+
+        def publish(wait=False):
+            weights[learner.update] = learner.trainer.weights_digest()
+            leaves = jax.tree.leaves(learner.trainer._reference)
+            references[learner.update] = [np.asarray(leaf).tobytes() for leaf in leaves]
+            real(wait)
+
+        learner.publish = publish
+        run.drive(learner)
+        versions = run.control.versions()
+    return learner, versions, weights, references
+
+
+def test_wgt_05_version_n_holds_the_weights_after_exactly_n_updates(published):
+    learner, versions, weights, _ = published
+    assert [(v.number, v.line, v.update) for v in versions.values()] == [(n, 0, n) for n in range(4)]
+    assert [v.parent for v in versions.values()] == [None, 0, 1, 2]
+    assert {n: content_digest(read_manifest(learner.weights_dir, n)) for n in versions} == weights
+    assert len(set(weights.values())) == 4
+    assert int(learner.trainer.state.update) == 3
+
+
+def test_wgt_12_masters_moments_versions_and_checkpoints_are_float32(published):
+    learner = published[0]
+    before = jax.device_get(learner.trainer.state)
+    for leaf in jax.tree.leaves(before):
+        assert leaf.dtype in (np.float32, np.int32)
+    assert {leaf.dtype for leaf in read_manifest(learner.weights_dir, 3).leaves} == {"float32"}
+    learner.trainer.restore(learner.checkpoints, 3)
+    after = jax.device_get(learner.trainer.state)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), after, before)
+
+
+def test_wgt_13_the_reference_is_that_of_v0_all_run(published):
+    _, _, _, references = published
+    assert sorted(references) == [0, 1, 2, 3]
+    assert all(reference == references[0] for reference in references.values())
+
+
+def test_wgt_08_an_engine_confirms_the_learners_fingerprint_of_each_version_and_of_no_other(published):
+    learner, versions, _, _ = published
+    config = learner.config
+
+    async def run():
+        engine = JaxEngine(
+            config.model,
+            num_slots=2,
+            max_tokens=config.environment.max_tokens,
+            canary_tolerance=config.weights.canary_tolerance,
+        )
+        with pytest.raises(RuntimeError, match="no weights are proven"):  # as after any start without a load
+            await (await engine.open(0, 1.0)).generate((1,), frozenset(), 1)
+        read_back = {n: read(learner.weights_dir, version) for n, version in versions.items()}
+        for number, (manifest, tensors) in read_back.items():
+            await engine.load(manifest, tensors)
+            assert engine.version == number
+        with pytest.raises(WeightsMismatch, match="canary"):
+            await engine.load(read_back[3][0], read_back[0][1])
+        garbage = {name: np.zeros_like(array) for name, array in read_back[3][1].items()}
+        with pytest.raises(WeightsMismatch, match="canary"):
+            await engine.load(read_back[3][0], garbage)
+        assert engine.version == 3
+
+    asyncio.run(run())
