@@ -102,7 +102,7 @@ def test_seeds_differ_and_repeat():
     assert first != high_bits
 
 
-def test_wgt_04_refuses_to_sample_before_proven_weights():
+def test_wgt_04_wgt_08_refuses_to_sample_before_proven_weights():
     async def run():
         engine = make_engine()
         session = await engine.open(0, 1.0)
@@ -233,17 +233,53 @@ def test_mis_04_wgt_06_a_swap_leaves_nothing_stale_and_tags_every_token():
     assert seen == {-1, 0, 1, 2}
 
 
-def test_wgt_10_a_swap_aborts_nothing():
+def test_wgt_10_a_swap_while_paused_aborts_nothing():
+    """3 requests in flight at each of two swaps: 3 completed, none aborted, each with tokens of all 3 versions."""
+
     async def run():
         engine = make_engine()
         await load(engine, 0)
         async with running(engine):
-            conversations = [asyncio.create_task(converse(engine, seed)) for seed in range(12)]
+            requests = [
+                asyncio.create_task(converse(engine, seed, turns=((5, 6), (7, 8, 9)), length=13)) for seed in range(3)
+            ]
+            for number in (1, 2):
+                while engine.counters.num_sampled_tokens < 25 * number:
+                    await asyncio.sleep(0)
+                engine.pause()
+                await load(engine, number)
+                engine.resume()
+            return await asyncio.gather(*requests, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert [len(tokens) for tokens, _, _ in results] == [31] * 3
+    assert [set(versions.tolist()) for _, _, versions in results] == [{-1, 0, 1, 2}] * 3
+
+
+def test_wgt_10_a_swap_beside_sampling_aborts_nothing():
+    """3 callers that never stop asking, through four swaps: every request is completed."""
+
+    async def run():
+        engine = make_engine()
+        await load(engine, 0)
+        swapped = False
+
+        async def keep_asking(seed):
+            results = [await converse(engine, seed)]
+            while not swapped:
+                results.append(await converse(engine, seed))
+            return results
+
+        async with running(engine):
+            callers = [asyncio.create_task(keep_asking(seed)) for seed in range(3)]
             for number in (1, 2, 1, 2):
                 await load(engine, number)
-            return await asyncio.gather(*conversations)
+            swapped = True
+            return await asyncio.gather(*callers)
 
-    assert [len(tokens) for tokens, _, _ in asyncio.run(run())] == [24] * 12
+    for results in asyncio.run(run()):
+        assert {len(tokens) for tokens, _, _ in results} == {24}
+        assert set.union(*(set(versions.tolist()) for _, _, versions in results)) >= {-1, 0, 2}
 
 
 def test_wgt_13_reloading_one_version_drifts_by_nothing():

@@ -1,5 +1,6 @@
 """A whole actor, in a thread, against a real Redis and published weights."""
 
+import asyncio
 import dataclasses
 import logging
 import threading
@@ -176,6 +177,22 @@ def test_nothing_is_claimed_before_the_first_weights(run):
     assert len(run.collect(2)) == 2
 
 
+def test_wgt_04_a_new_actor_samples_with_nothing_older_than_the_learners_newest(run):
+    """The learner is at v7: the host holds no ticket before it reports v7, and tags every token with what it loaded."""
+    run.announce(0)
+    run.announce(7)
+    run.learner_at(7)
+    run.issue(3, min_update=5)
+    run.thread.start()
+    groups = run.collect(3)
+    assert run.beat().get("version") in (None, 7)
+    assert sampled_versions(groups) == {7}
+    for trajectory in (t for group in groups for t in group.trajectories):
+        sampled = trajectory.loss_mask[1:] == 1
+        expected = full_logprobs(make_version(7)[0], trajectory.tokens, temperature=1.3)
+        np.testing.assert_allclose(trajectory.behaviour_logprobs[1:][sampled], expected[sampled], atol=2e-5)
+
+
 def test_a_ticket_waits_for_weights_as_new_as_it_asks(run):
     run.announce(0)
     run.learner_at(0)
@@ -285,6 +302,34 @@ def test_env_01_a_broken_environment_costs_its_own_tickets_only(run, monkeypatch
     assert run.beat()["episodes_failed"]["reset"] >= 3 * run.config.actor.max_attempts
     reasons = {event.reason for event in run.ledger.events() if event.outcome is Outcome.FAILED}
     assert reasons == {"reset: RuntimeError('no such tool')"}
+
+
+def test_ckpt_08_a_task_that_hangs_fails_its_ticket_for_good_and_the_others_go_on(run, monkeypatch):
+    """Also for the host that is started next: the wedge is not drawn again."""
+
+    class Wedged(Arithmetic):
+        """Never answers for the task with index 1."""
+
+        async def reset(self, task):
+            if task.index == 1:
+                await asyncio.sleep(3600)
+            return await super().reset(task)
+
+    monkeypatch.setitem(registry.ENVIRONMENTS, "arithmetic", Wedged)
+    run.config = override(run.config, {"environment.call_timeout_s": 0.2})
+    run.announce(0)
+    run.learner_at(0)
+    tickets = run.issue(4)
+    run.thread.start()
+    groups = run.collect(3)
+    assert {g.ticket.ticket_id for g in groups} == {t.ticket_id for t in tickets if t.task.index != 1}
+    run.until(lambda: run.ledger.counts()["failed"] == 1)
+    (failed,) = [event for event in run.ledger.events() if event.outcome is Outcome.FAILED]
+    assert failed.ticket_id == tickets[1].ticket_id
+    assert "reset" in failed.reason
+    run.finish()
+    again = TaskStream(run.redis, run.keys, "actor-0", run.config.redis)
+    assert again.claim(4, 0) == []
 
 
 def test_ux_06_a_clean_stop_gives_its_tickets_back_at_once(run):
