@@ -19,30 +19,15 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from asyncrl_jax.config import Config
-from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.seeds import derive_seed
-from asyncrl_jax.transport.codec import Limits
-from asyncrl_jax.transport.connection import connect
-from asyncrl_jax.transport.control import Control
-from asyncrl_jax.transport.groups import GroupReader
-from asyncrl_jax.transport.keys import Keys
-from asyncrl_jax.transport.ledger import Ledger
-from asyncrl_jax.types import LearnerState, Line, Outcome, WeightVersion
+from asyncrl_jax.types import Outcome
 
-from .checkpoint import Checkpoints
-from .intake import Intake
-from .pool import Pool, PooledGroup
-from .progress import Progress, lag_statistics
-from .publisher import Publisher
-from .settlement import Settlement, TrainedGroup
-from .staleness import Staleness
-from .trainer import StopRequested, Trainer
-from .vitals import Vitals
+from .learner import Learner
+from .pool import PooledGroup
+from .resume import reopen_after_reset, start_or_resume
+from .trainer import StopRequested
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +44,12 @@ def run_learner(config: Config, run_dir: Path, redis_password: str | None, stop:
     Raises:
       RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
     """
-    from .resume import start_or_resume  # imports this module's Learner
-
     learner = Learner(config, run_dir, redis_password, stop)
     learner.vitals.start()
     try:
         start_or_resume(learner)
-        learner.train()
-        learner.finish()
+        train(learner)
+        finish(learner)
     except StopRequested:
         log.info("stopped during the warm start")
     finally:
@@ -74,357 +57,109 @@ def run_learner(config: Config, run_dir: Path, redis_password: str | None, stop:
     return 0
 
 
-class Learner:
-    """The parts of one learner and the state they share. `start_or_resume` fills it; `train` runs it."""
-
-    def __init__(self, config: Config, run_dir: Path, redis_password: str | None, stop: threading.Event):
-        self.config = config
-        self.lag = config.effective_lag
-        self.stop = stop
-        redis = connect(config.redis, redis_password)
-        keys = Keys(config.redis.namespace)
-        self.control = Control(redis, keys)
-        self.ledger = Ledger(redis, keys)
-        self.reader = GroupReader(redis, keys, "learner-0", config.redis)
-        self.weights_dir = config.weights.directory or str(run_dir / "weights")
-        self.run_dir = run_dir
-        self.publisher = Publisher(self.weights_dir, config.weights, self.control)
-        self.checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.keep_checkpoints)
-        self.settlement = Settlement(run_dir / "archive", self.reader, self.ledger, self.control)
-        self.metrics = Metrics(run_dir, "learner")
-        self.trainer = Trainer(config)
-        self.pool = Pool(config.learner.replay_ratio)
-        self.staleness = Staleness(
-            {}, {0: Line(0)}, self.lag.token_updates, mask_over_age=self.lag.straggler_policy == "mask"
-        )
-        self.intake = Intake(
-            self.reader,
-            Limits.from_config(config),
-            self.pool,
-            self.knows_version,
-        )
-        self.progress = Progress()
-        self.line = 0
-        self.update = 0
-        self.phase = "warm_start"
-        self.epoch = 0
-        self.version: WeightVersion | None = None  # newest announced
-        self.uses: dict[str, list[int]] = {}  # updates that trained each ticket that is not settled
-        self.finished: list[TrainedGroup] = []  # no use left, not in a started checkpoint
-        self.saving: tuple[int, list[TrainedGroup]] | None = None  # a checkpoint being written, and what it finishes
-        self.forgotten: set[str] = set()  # tickets that the learner will settle and Redis lost with its data
-        self.undone: set[str] = set()  # tickets trained on an abandoned line and not on this one
-        self.update_s = 0.0  # seconds between updates, smoothed
-        self.vitals = Vitals(self.control, config.actor, self._heartbeat)
-
-    # -- the loop ----------------------------------------------------------------------------------------------------
-
-    def train(self) -> None:
-        """Updates until `num_updates` are done or the run stops."""
-        self.phase = "training"
-        self.announce_state()
-        finished_at = time.monotonic()
-        while self.update < self.config.learner.num_updates:
-            collected_from = time.monotonic()
-            batch = self._collect()
-            if batch is None:
-                return
-            started = time.monotonic()
-            seed = derive_seed(self.config.seed, "update", self.update)
-            self._log_redo(batch, seed)
-            values = self.apply(batch, seed)
-            self.publish_if_due()
-            self.announce_state()
-            self.checkpoint_if_due()
-            now = time.monotonic()
-            self.progress.busy_s += now - started
-            self.progress.wait_s += started - collected_from
-            self._smooth_update_s(now - finished_at)
-            finished_at = now
-            self._write_metrics(values, wait_s=started - collected_from, step_s=now - started)
-
-    def finish(self) -> None:
-        """Makes everything durable, then keeps beating until the orchestrator ends the run."""
-        if self.update >= self.config.learner.num_updates:
-            self.publish(wait=True)
-            self.save_checkpoint()
-        self._wait_durable()
-        if self.update < self.config.learner.num_updates:
-            return  # stopped early: resumable from here
-        self.phase = "done"
-        self.announce_state()
-        while self.control.phase() not in ("finished", "stopping") and not self.stop.wait(0.1):
-            self.vitals.check()
-            self._follow_epoch()
-
-    def close(self) -> None:
-        self.vitals.close()
-        self.publisher.close()
-        self.checkpoints.close()
-        self.metrics.close()
-
-    # -- collect -----------------------------------------------------------------------------------------------------
-
-    def _collect(self) -> list[PooledGroup] | None:
-        """The next update's groups, in a fixed order; None when the run stops."""
-        since = told_at = time.monotonic()
-        waited_for_stragglers_since: float | None = None
-        while not self._stopping():
-            self.vitals.check()
-            self.hear_publisher()
-            self._settle_if_durable()
-            self._follow_epoch()
-            self.intake.pool_new(READ_BLOCK_MS)
-            self._expire()
-            now = time.monotonic()
-            if len(self.pool) >= self.config.learner.groups_per_update:
-                late = self._stragglers()
-                if waited_for_stragglers_since is None:
-                    waited_for_stragglers_since = now
-                if not late or now - waited_for_stragglers_since >= self.lag.straggler_wait_s:
-                    return self.pool.draw(self.config.learner.groups_per_update)
-                waiting_for = f"tickets {sorted(late)[:8]}, due by this update"
-            else:
-                missing = self.config.learner.groups_per_update - len(self.pool)
-                waiting_for = f"{missing} more groups"
-            if now - told_at >= NAMED_WAIT_S:
-                log.warning("update %d waits for %s since %.0f s", self.update, waiting_for, now - since)
-                told_at = now
-                self._fail_lost()
-        return None
-
-    def _stragglers(self) -> set[str]:
-        """Running tickets that could not be trained on after this update."""
-        return {
-            ticket_id
-            for ticket_id, live in self.ledger.live().items()
-            if live.state == "issued" and live.ticket.line == self.line and live.ticket.deadline <= self.update
-        }
-
-    def _expire(self) -> None:
-        """Ends pooled groups that are past the bound. Trained before: they are finished; never trained: expired."""
-        taken = self.pool.take_if(lambda p: self.staleness.is_unusable(p.versions, self.line, self.update))
-        for pooled in taken:
-            if pooled.uses:
-                self.finish_group(pooled)
-                continue
-            outcome = Outcome.UNDONE if pooled.ticket_id in self.undone else Outcome.EXPIRED
-            self.reader.complete([(pooled.entry, pooled.ticket_id)], outcome, self.update, reason="lag_bound")
-            log.info("ticket %s %s: older than %d updates", pooled.ticket_id, outcome, self.staleness.bound)
-
-    def _fail_lost(self) -> None:
-        """Ends tickets whose stream entry someone deleted, so that they are counted and replaced, not waited for."""
-        held = {pooled.ticket_id for pooled in self.pool.all()} | self.uses.keys()
-        lost = [ticket_id for ticket_id in self.ledger.missing() if ticket_id not in held]
-        if lost:
-            log.error("%d tickets have lost their stream entry: %s", len(lost), lost[:8])
-            self.ledger.settle_many(lost, Outcome.FAILED, update=self.update, reason="entry_lost")
-
-    def _stopping(self) -> bool:
-        return self.stop.is_set() or self.control.phase() in ("finished", "stopping")
-
-    # -- update ------------------------------------------------------------------------------------------------------
-
-    def _log_redo(self, batch: list[PooledGroup], seed: int) -> None:
-        groups = [[pooled.ticket_id, pooled.entry.partition, pooled.entry.entry_id] for pooled in batch]
-        self.control.append_redo(self.update + 1, {"line": self.line, "seed": seed, "groups": groups})
-
-    def apply(self, batch: list[PooledGroup], seed: int) -> dict[str, float]:
-        """One optimizer update on `batch`; a function of the weights, the ordered groups and the seed alone."""
-        lags = [
-            [self.staleness.token_lags(t, self.line, self.update) for t in pooled.group.trajectories]
-            for pooled in batch
-        ]
-        masks = [
-            [self.staleness.trainable_mask(t, lag) for t, lag in zip(pooled.group.trajectories, of_group, strict=True)]
-            for pooled, of_group in zip(batch, lags, strict=True)
-        ]
-        values = self.trainer.update([pooled.group for pooled in batch], lags, masks, seed, self.update)
-        values |= self._count(batch, lags, masks, values)
-        for pooled in batch:
-            self.uses.setdefault(pooled.ticket_id, []).append(self.update)
-            self.undone.discard(pooled.ticket_id)
-            if pooled.ticket_id not in self.pool:
-                self.finish_group(pooled)
-        self.update += 1
-        return values
-
-    def finish_group(self, pooled: PooledGroup) -> None:
-        """The next checkpoint settles it."""
-        self.finished.append(TrainedGroup(pooled, tuple(self.uses[pooled.ticket_id]), time.time()))
-
-    def _count(self, batch: list[PooledGroup], lags: Any, masks: Any, values: dict[str, float]) -> dict[str, float]:
-        """Adds the update to the exact totals; returns its own lag and reward statistics."""
-        progress = self.progress
-        trained_lags = np.concatenate(
-            [lag[mask.astype(bool)] for of, m in zip(lags, masks, strict=True) for lag, mask in zip(of, m, strict=True)]
-        )
-        progress.count_lags(trained_lags, self.lag.token_updates)
-        trajectories = [t for pooled in batch for t in pooled.group.trajectories]
-        progress.groups_trained += len(batch)
-        progress.skipped_updates += int(values["skipped"])
-        progress.mixed_version_trajectories += sum(
-            np.unique(t.policy_versions[t.loss_mask.astype(bool)]).size > 1 for t in trajectories
-        )
-        rewards = [[t.reward for t in pooled.group.trajectories] for pooled in batch]
-        progress.zero_variance_groups += sum(max(of_group) == min(of_group) for of_group in rewards)
-        return {
-            "expert_load_ratio": max(value for name, value in values.items() if "load_max_over_min" in name),
-            "lag_mean": float(trained_lags.mean()) if trained_lags.size else 0.0,
-            "lag_p95": float(np.percentile(trained_lags, 95)) if trained_lags.size else 0.0,
-            "lag_max": float(trained_lags.max()) if trained_lags.size else 0.0,
-            "tokens": float(trained_lags.size),
-            "reward": float(np.mean([t.reward for t in trajectories])),
-            "success_train": float(np.mean([t.success for t in trajectories])),
-            "zero_variance_share": float(np.mean([max(of_group) == min(of_group) for of_group in rewards])),
-        }
-
-    # -- publish -----------------------------------------------------------------------------------------------------
-
-    def publish_if_due(self) -> None:
-        if self.update % self.config.weights.publish_every_updates == 0:
-            self.publish()
-
-    def publish(self, wait: bool = False) -> None:
-        """Publishes the current weights unless they already are the newest version of this line."""
-        self.hear_publisher(wait=True)
-        newest = self.version
-        if newest is None or (newest.line, newest.update) != (self.line, self.update):
-            self.publisher.start(
-                self.trainer.host_weights(),
-                number=max(self.staleness.versions, default=-1) + 1,
-                parent=newest.number if newest else None,
-                line=self.line,
-                update=self.update,
-                canary=self.trainer.canary(),
-            )
-        if wait:
-            self.hear_publisher(wait=True)
-
-    def hear_publisher(self, wait: bool = False) -> None:
-        """Takes up a finished publication, or raises what ended it: nobody samples for versions that never come."""
-        if wait or self.publisher.done():
-            self._heard(self.publisher.wait())
-
-    def _heard(self, version: WeightVersion | None) -> None:
-        if version is not None:
-            self.staleness.versions[version.number] = version
-            self.version = version
-
-    def knows_version(self, number: int) -> bool:
-        """Whether `number` was announced. The publisher's thread announces, so a miss asks Redis once more."""
-        if number not in self.staleness.versions:
-            self.staleness.versions.update(self.control.versions())
-        return number in self.staleness.versions
-
-    def announce_state(self) -> None:
-        """Tells the others where the learner is; called after every change of update, line or phase."""
-        # Forgotten tickets are in no count of this Redis, so they must not be subtracted from one.
-        finished = [*self.finished, *(self.saving[1] if self.saving else [])]
-        unsettled = [t for t in finished if t.pooled.ticket_id not in self.forgotten]
-        self.control.set_learner(
-            LearnerState(
-                line=self.line,
-                update=self.update,
-                version=self.version.number if self.version else -1,
-                phase=self.phase,
-                unsettled_tickets=len(unsettled),
-                unsettled_uses=sum(len(updates) for t, updates in self.uses.items() if t not in self.forgotten),
-            )
-        )
-
-    # -- checkpoint --------------------------------------------------------------------------------------------------
-
-    def checkpoint_if_due(self) -> None:
-        if self.update % self.config.learner.checkpoint_every_updates == 0:
-            self.save_checkpoint()
-
-    def save_checkpoint(self) -> None:
-        """Starts a checkpoint of the current state; first waits for the one before and settles it."""
-        self._wait_durable()
-        if self.checkpoints.latest() == self.update:
+def train(learner: Learner) -> None:
+    """Updates until `num_updates` are done or the run stops."""
+    learner.phase = "training"
+    learner.announce_state()
+    finished_at = time.monotonic()
+    while learner.update < learner.config.learner.num_updates:
+        collected_from = time.monotonic()
+        batch = _collect(learner)
+        if batch is None:
             return
-        finished, self.finished = self.finished, []
-        self.checkpoints.save(self.update, self.trainer.state, self._checkpoint_meta(finished))
-        self.saving = (self.update, finished)
+        started = time.monotonic()
+        seed = derive_seed(learner.config.seed, "update", learner.update)
+        learner.log_redo(batch, seed)
+        values = learner.apply(batch, seed)
+        learner.publish_if_due()
+        learner.announce_state()
+        learner.checkpoint_if_due()
+        now = time.monotonic()
+        learner.progress.busy_s += now - started
+        learner.progress.wait_s += started - collected_from
+        learner.smooth_update_s(now - finished_at)
+        finished_at = now
+        learner.write_metrics(values, wait_s=started - collected_from, step_s=now - started)
 
-    def _checkpoint_meta(self, finished: list[TrainedGroup]) -> dict[str, Any]:
-        return {
-            "line": self.line,
-            "update": self.update,
-            "epoch": self.epoch,
-            "lines": [[line.line, line.parent, line.fork_update] for line in self.staleness.lines.values()],
-            "uses": self.uses,
-            "finished": [trained.pooled.ticket_id for trained in finished],
-            "saved_at": time.time(),
-            "undone": sorted(self.undone),
-            "progress": self.progress.to_json(),
-        }
 
-    def _settle_if_durable(self) -> None:
-        if self.saving is None or (self.checkpoints.durable() or -1) < self.saving[0]:
-            return
-        (update, finished), self.saving = self.saving, None
-        for trained in finished:
-            self.uses.pop(trained.pooled.ticket_id, None)
-        self.announce_state()  # first, so that what is outstanding is never taken for less than it is
-        self.settlement.settle(line=self.line, update=update, groups=finished)
+def finish(learner: Learner) -> None:
+    """Makes everything durable, then keeps beating until the orchestrator ends the run."""
+    if learner.update >= learner.config.learner.num_updates:
+        learner.publish(wait=True)
+        learner.save_checkpoint()
+    learner.wait_durable()
+    if learner.update < learner.config.learner.num_updates:
+        return  # stopped early: resumable from here
+    learner.phase = "done"
+    learner.announce_state()
+    while learner.control.phase() not in ("finished", "stopping") and not learner.stop.wait(0.1):
+        learner.vitals.check()
+        _follow_epoch(learner)
 
-    def _wait_durable(self) -> None:
-        if self.saving is not None:
-            self.checkpoints.wait()
-            self._settle_if_durable()
 
-    def _follow_epoch(self) -> None:
-        from .resume import reopen_after_reset
+def _collect(learner: Learner) -> list[PooledGroup] | None:
+    """The next update's groups, in a fixed order; None when the run stops."""
+    since = told_at = time.monotonic()
+    waited_for_stragglers_since: float | None = None
+    while not _stopping(learner):
+        learner.vitals.check()
+        learner.hear_publisher()
+        learner.settle_if_durable()
+        _follow_epoch(learner)
+        learner.intake.pool_new(READ_BLOCK_MS)
+        _expire(learner)
+        now = time.monotonic()
+        if len(learner.pool) >= learner.config.learner.groups_per_update:
+            late = _stragglers(learner)
+            if waited_for_stragglers_since is None:
+                waited_for_stragglers_since = now
+            if not late or now - waited_for_stragglers_since >= learner.lag.straggler_wait_s:
+                return learner.pool.draw(learner.config.learner.groups_per_update)
+            waiting_for = f"tickets {sorted(late)[:8]}, due by this update"
+        else:
+            missing = learner.config.learner.groups_per_update - len(learner.pool)
+            waiting_for = f"{missing} more groups"
+        if now - told_at >= NAMED_WAIT_S:
+            log.warning("update %d waits for %s since %.0f s", learner.update, waiting_for, now - since)
+            told_at = now
+            _fail_lost(learner)
+    return None
 
-        epoch = self.control.epoch()
-        if epoch is None:
-            reopen_after_reset(self)
-        elif epoch != self.epoch:  # changed by hand, with nothing lost; it must not fall, or ticket ids would repeat
-            log.error("the epoch in Redis was changed from %d to %d", self.epoch, epoch)
-            self.epoch = self.control.advance_epoch(self.epoch)
 
-    # -- what others see ---------------------------------------------------------------------------------------------
+def _stragglers(learner: Learner) -> set[str]:
+    """Running tickets that could not be trained on after this update."""
+    return {
+        ticket_id
+        for ticket_id, live in learner.ledger.live().items()
+        if live.state == "issued" and live.ticket.line == learner.line and live.ticket.deadline <= learner.update
+    }
 
-    def _smooth_update_s(self, seconds: float) -> None:
-        self.update_s = seconds if self.update_s == 0 else 0.8 * self.update_s + 0.2 * seconds
 
-    def _write_metrics(self, values: dict[str, float], *, wait_s: float, step_s: float) -> None:
-        row = values | {
-            "version": float(self.version.number if self.version else -1),
-            "busy": self.progress.busy_share,
-            "over_bound_tokens": float(self.progress.over_bound_tokens),
-            "num_tokens_trained_total": float(self.progress.tokens_trained),
-            "tokens_per_s": values["tokens"] / (wait_s + step_s),
-            "queue_depth": float(len(self.pool)),
-            "wait_s": wait_s,
-            "step_s": step_s,
-        }
-        self.vitals.show(row)
-        self.metrics.write(self.update, row)
+def _expire(learner: Learner) -> None:
+    """Ends pooled groups that are past the bound. Trained before: they are finished; never trained: expired."""
+    taken = learner.pool.take_if(lambda p: learner.staleness.is_unusable(p.versions, learner.line, learner.update))
+    for pooled in taken:
+        if pooled.uses:
+            learner.finish_group(pooled)
+            continue
+        outcome = Outcome.UNDONE if pooled.ticket_id in learner.undone else Outcome.EXPIRED
+        learner.reader.complete([(pooled.entry, pooled.ticket_id)], outcome, learner.update, reason="lag_bound")
+        log.info("ticket %s %s: older than %d updates", pooled.ticket_id, outcome, learner.staleness.bound)
 
-    def _heartbeat(self) -> dict[str, Any]:
-        progress = self.progress
-        lags = lag_statistics(dict(progress.lag_histogram))
-        return {
-            "update": self.update,
-            "version": self.version.number if self.version else -1,
-            "phase": self.phase,
-            "warm_start_step": self.trainer.warm_start_step,
-            "warm_start_accuracy": self.trainer.warm_start_accuracy,
-            "update_s": self.update_s,
-            "service_s": self.intake.service_s,
-            "queue_depth": len(self.pool),
-            "checkpoint_update": self.checkpoints.durable(),
-            "tokens_trained": progress.tokens_trained,
-            "busy": progress.busy_share,
-            "lag_mean": lags["mean"],
-            "lag_p95": lags["p95"],
-            "lag_max": lags["max"],
-            "lag_histogram": {str(lag): count for lag, count in sorted(dict(progress.lag_histogram).items())},
-            "over_bound_tokens": progress.over_bound_tokens,
-            "mixed_version_trajectories": progress.mixed_version_trajectories,
-            "zero_variance_groups": progress.zero_variance_groups,
-            "skipped_updates": progress.skipped_updates,
-        }
+
+def _fail_lost(learner: Learner) -> None:
+    """Ends tickets whose stream entry someone deleted, so that they are counted and replaced, not waited for."""
+    held = {pooled.ticket_id for pooled in learner.pool.all()} | learner.uses.keys()
+    lost = [ticket_id for ticket_id in learner.ledger.missing() if ticket_id not in held]
+    if lost:
+        log.error("%d tickets have lost their stream entry: %s", len(lost), lost[:8])
+        learner.ledger.settle_many(lost, Outcome.FAILED, update=learner.update, reason="entry_lost")
+
+
+def _stopping(learner: Learner) -> bool:
+    return learner.stop.is_set() or learner.control.phase() in ("finished", "stopping")
+
+
+def _follow_epoch(learner: Learner) -> None:
+    if learner.control.epoch() != learner.epoch:
+        reopen_after_reset(learner)

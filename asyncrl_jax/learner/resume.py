@@ -10,7 +10,7 @@ from asyncrl_jax.weights.manifest import VersionGone, content_digest
 from asyncrl_jax.weights.publish import committed, sweep
 from asyncrl_jax.weights.read import describe, read_manifest
 
-from .loop import Learner
+from .learner import Learner
 from .pool import PooledGroup
 from .progress import Progress
 from .settlement import TrainedGroup

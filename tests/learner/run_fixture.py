@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ from asyncrl_jax.config import (
     WarmStartConfig,
 )
 from asyncrl_jax.config_file import write_config
-from asyncrl_jax.learner.loop import Learner
+from asyncrl_jax.learner.learner import Learner
+from asyncrl_jax.learner.loop import train
 from asyncrl_jax.learner.resume import start_or_resume
 from asyncrl_jax.observe.audit import AuditReport, audit
 from asyncrl_jax.orchestrator.loop import Orchestrator
@@ -46,7 +48,7 @@ def small_config(run_dir: Path, server: Server, *, mode: str = "sync", num_updat
     return Config(
         run_dir=str(run_dir),
         mode=mode,
-        redis=RedisConfig(url=server.url, namespace=run_dir.name, claim_idle_s=5, outage_s=10),
+        redis=RedisConfig(url=server.url, namespace=uuid.uuid4().hex, claim_idle_s=5, outage_s=10),
         model=ModelConfig(
             num_layers=1,
             hidden_dim=16,
@@ -137,10 +139,10 @@ class ScriptedRun:
         learner.vitals.start()
         try:
             start_or_resume(learner)
-            learner.train()
+            train(learner)
             learner.publish(wait=True)
             learner.save_checkpoint()
-            learner._wait_durable()
+            learner.wait_durable()
         finally:
             learner.vitals.close()
             learner.metrics.close()

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from asyncrl_jax.config import LagConfig, RedisConfig
+from asyncrl_jax.learner.loop import finish
 from asyncrl_jax.transport.keys import GROUP_CONSUMERS
 from asyncrl_jax.transport.server import start_server
 
@@ -94,7 +95,7 @@ def test_a_reset_after_the_last_update_does_not_keep_the_run_from_ending(server,
         learner = run.make_learner()
         run.drive(learner)
         lose_everything(run)
-        finishing = threading.Thread(target=learner.finish, daemon=True)
+        finishing = threading.Thread(target=finish, args=(learner,), daemon=True)
         finishing.start()
         finishing.join(10)
         assert not finishing.is_alive()
