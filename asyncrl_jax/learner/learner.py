@@ -252,6 +252,17 @@ class Learner:
         }
         self.vitals.show(row)
         self.metrics.write(self.update, row)
+        log.info(
+            "update %d: reward %.3f, success %.2f, lag mean %.2f max %.0f, %.0f tokens, waited %.2f s, trained %.2f s",
+            self.update,
+            row["reward"],
+            row["success_train"],
+            row["lag_mean"],
+            row["lag_max"],
+            row["tokens"],
+            wait_s,
+            step_s,
+        )
 
     def _heartbeat(self) -> dict[str, Any]:
         progress = self.progress

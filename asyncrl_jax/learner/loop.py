@@ -61,6 +61,7 @@ def train(learner: Learner) -> None:
     """Updates until `num_updates` are done or the run stops."""
     learner.phase = "training"
     learner.announce_state()
+    log.info("training from update %d of %d, line %d", learner.update, learner.config.learner.num_updates, learner.line)
     finished_at = time.monotonic()
     while learner.update < learner.config.learner.num_updates:
         collected_from = time.monotonic()
@@ -92,6 +93,7 @@ def finish(learner: Learner) -> None:
         return  # stopped early: resumable from here
     learner.phase = "done"
     learner.announce_state()
+    log.info("all %d updates are done and durable; waiting for the last evaluation", learner.update)
     while learner.control.phase() not in ("finished", "stopping") and not learner.stop.wait(0.1):
         learner.vitals.check()
         _follow_epoch(learner)

@@ -56,7 +56,8 @@ def _resume(learner: Learner, step: int) -> None:
     learner.epoch, _ = learner.control.ensure_epoch(at_least=learner.epoch)
     learner.staleness.versions.update(learner.control.versions())
     sweep(learner.weights_dir, announced=learner.staleness.versions)
-    learner.control.set_phase("running")
+    if learner.update < learner.config.learner.num_updates:  # else the run may have been ended already, and stays so
+        learner.control.set_phase("running")
     held = _read_pending(learner, meta)
     if learner.epoch > meta["epoch"]:  # Redis lost its data after this checkpoint, and the killed learner what it held
         learner.settlement.record_lost(learner.epoch, learner.update, held=learner.ledger.live())

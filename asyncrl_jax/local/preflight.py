@@ -7,11 +7,13 @@ import importlib.util
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl_jax.config import Config
-from asyncrl_jax.local.environment import redis_password
+from asyncrl_jax.local.environment import child_environment, redis_password
 
 MIN_FREE_BYTES = 512 * 2**20  # a quickstart run leaves well under this
 MEMORY_PER_PROCESS_BYTES = 700 * 2**20  # of the learner and of each actor
@@ -28,6 +30,10 @@ _PACKAGES = (
     "redis",
     "tensorstore",
 )
+
+
+_STORES = {"": ("", ""), "file": ("", ""), "gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # package, and our extra
+DEVICES_LIMIT_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,9 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
     """
     checks: list[Callable[[], Check]] = [
         _packages,
+        lambda: _environment(config),
+        lambda: _devices(config),
+        lambda: _weights(config),
         lambda: _directory(run_dir, resume),
         lambda: _disk(run_dir),
         lambda: _port(config) if own_server else _server(config),
@@ -66,6 +75,42 @@ def _packages() -> Check:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     problem = f"not installed: {', '.join(missing)}; run `make install`" if missing else ""
     return Check("packages", "all there", problem)
+
+
+def _environment(config: Config) -> Check:
+    from asyncrl_jax.actor.envs.registry import check_environment
+
+    try:
+        check_environment(config)
+    except ValueError as error:
+        return Check("environment", config.environment.name, str(error))
+    return Check("environment", config.environment.name)
+
+
+def _devices(config: Config) -> Check:
+    """Asks a process of its own, as the learner will see them: looking at an accelerator takes hold of it."""
+    mesh = config.mesh
+    needed = mesh.data * mesh.fsdp * mesh.expert * mesh.tensor
+    if needed == 1:
+        return Check("devices", "one is enough")
+    command = [sys.executable, "-c", "import jax; print(jax.device_count())"]
+    asked = subprocess.run(
+        command, check=False, env=child_environment(os.environ), capture_output=True, text=True, timeout=DEVICES_LIMIT_S
+    )
+    found = asked.stdout.strip() if asked.returncode == 0 else "0"
+    problem = f"--config.mesh asks for {needed} devices, JAX sees {found}" if int(found) < needed else ""
+    return Check("devices", f"{found} devices for a mesh of {needed}", problem)
+
+
+def _weights(config: Config) -> Check:
+    scheme = config.weights.directory.partition("://")[0] if "://" in config.weights.directory else ""
+    package, extra = _STORES.get(scheme, ("", ""))
+    problem = ""
+    if scheme not in _STORES:
+        problem = f"--config.weights.directory={config.weights.directory}: use a path, gs:// or s3://"
+    elif package and importlib.util.find_spec(package) is None:
+        problem = f"--config.weights.directory={config.weights.directory}: needs pip install 'asyncrl-jax[{extra}]'"
+    return Check("weights", config.weights.directory or "in the run directory", problem)
 
 
 def _directory(run_dir: Path, resume: bool) -> Check:

@@ -79,7 +79,16 @@ def resume_run(run_dir: Path, changes: dict[str, Any], *, dry_run: bool = False)
         return _mistake(f"--resume={run_dir}: {error}")
     if own_server:
         config = override(config, {"redis.url": "", "redis.password_file": ""})
+    if (done := _finished_updates(run_dir)) >= config.learner.num_updates:
+        print(f"{run_dir} is finished, with {done} updates; for more: --config.learner.num_updates={2 * done}")
+        return exit_codes.FINISHED
     return _checked_run(config, run_dir, own_server=own_server, resume=True, dry_run=dry_run)
+
+
+def _finished_updates(run_dir: Path) -> int:
+    """Updates of a run that has its report; 0 for one that has not come to its end."""
+    path = run_dir / "summary.json"
+    return int(json.loads(path.read_text())["updates"]) if path.exists() else 0
 
 
 def _checked_run(config: Config, run_dir: Path, *, own_server: bool, resume: bool, dry_run: bool) -> int:

@@ -125,8 +125,9 @@ def plain_line(config: Config, snapshot: Snapshot | None, elapsed_s: float) -> s
     learner = snapshot.learner
     if snapshot.state.phase == "warm_start":
         step = learner.get("warm_start_step", 0)
-        return f"{parts[0]} step {step}/{config.warm_start.num_steps}"
+        return f"{parts[0]} step {step}/{config.warm_start.num_steps}{'' if step else ', compiling'}"
     parts[0] += f" update {snapshot.state.update}/{config.learner.num_updates}"
+    parts[0] += "" if snapshot.state.update else ", compiling and sampling the first groups"
     parts.append(_freshness(config, learner))
     parts.append(f"success {_success(config, snapshot)}")
     rate = sum(beat.get("tokens_per_s", 0) for beat in snapshot.actors.values())
@@ -176,6 +177,7 @@ def _progress(config: Config, snapshot: Snapshot) -> RenderableType:
     else:
         done, total, unit = snapshot.state.update, config.learner.num_updates, f"updates, v{snapshot.state.version}"
     row = Table.grid(padding=(0, 1))
+    unit += "" if done else ", compiling"
     row.add_row(ProgressBar(total=max(total, 1), completed=done, width=30), f"{done}/{total} {unit}")
     return row
 

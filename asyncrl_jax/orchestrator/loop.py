@@ -90,6 +90,7 @@ class Orchestrator:
             finished = self._evaluate(learner)
             if finished:
                 self._control.set_phase("finished")
+                log.info("the run is finished: %s", counts)
         else:
             finished = False
         self._beat(counts, learner)
@@ -169,6 +170,7 @@ class Orchestrator:
                 )
             )
             self._evaluated.add(name)
+            log.info("evaluation %s of v%d is asked for", name, latest.number)
         if not final:
             return False
         results = {result.evaluation_id for result in self._control.evaluations()}

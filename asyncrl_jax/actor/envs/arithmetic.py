@@ -25,16 +25,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import random
 import re
+import sys
+import types
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, ClassVar
 
-from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
-
 from asyncrl_jax.actor.envs.base import Observation, Score
 from asyncrl_jax.types import Task
+
+if importlib.util.find_spec("pycosat") is None:
+    # reasoning-gym imports all of its tasks at once, and with them a SAT solver that has no wheel. Sums need none.
+    sys.modules["pycosat"] = types.ModuleType("pycosat")
+from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
 ALPHABET = "_^=<>;#$!+-0123456789"  # a token id is a position here; 0 is padding
 SOLUTION_TOKENS = 64
