@@ -272,7 +272,11 @@ def _names(tickets: Iterable[str]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Audits the run directory named on the command line from its files alone; exit code 1 if something disagrees."""
-    report = audit(Path(arguments[0]))
+    try:
+        report = audit(Path(arguments[0]))
+    except ValueError as error:
+        print(f"PROBLEM: {error}")
+        return 1
     for name, count in report.ledger.items():
         print(f"{name:>12} {count}")
     for problem in report.problems:

@@ -112,5 +112,8 @@ def write_container(
 
 def _read_container(path: str | os.PathLike[str], reader_schema: Any) -> list[dict[str, Any]]:
     with open(path, "rb") as file:
-        rows: Iterable[Any] = fastavro.reader(file, reader_schema=reader_schema)
-        return list(rows)
+        try:
+            rows: Iterable[Any] = fastavro.reader(file, reader_schema=reader_schema)
+            return list(rows)
+        except Exception as error:  # damaged bytes make fastavro and zlib raise almost anything
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error

@@ -15,6 +15,7 @@ from asyncrl_jax.transport.archive import (
     write_groups,
     write_ledger_events,
 )
+from asyncrl_jax.transport.codec import InvalidGroup
 from asyncrl_jax.transport.ledger import LedgerEvent
 from asyncrl_jax.types import Outcome
 
@@ -54,6 +55,22 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path):
     path.write_bytes(b"not avro")
     with pytest.raises(ValueError, match="avro"):
         read_groups(path)
+
+
+@pytest.mark.parametrize("position", range(0, 1200, 40))
+def test_a_damaged_archive_is_named_or_read(position, make_ticket, make_group, tmp_path):
+    """A flipped byte is found by the container, or hits what it does not check; it is never another error."""
+    path = tmp_path / "groups.avro"
+    write_groups(path, [archived(make_group(make_ticket()))])
+    data = bytearray(path.read_bytes())
+    data[-(position + 1) % len(data)] ^= 0x55
+    path.write_bytes(data)
+    try:
+        read_groups(path)
+    except InvalidGroup:
+        pass
+    except ValueError as error:
+        assert str(path) in str(error)
 
 
 def test_a_killed_archive_writer_leaves_the_old_file_whole(make_ticket, make_group, tmp_path):
