@@ -64,7 +64,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
         lambda: _weights(config),
         lambda: _directory(run_dir, resume),
         lambda: _disk(run_dir),
-        lambda: _port(config) if own_server else _server(config),
+        lambda: _port(config) if own_server else _server(config, resume),
         lambda: _demonstrations(config),
         lambda: _memory(config),
     ]
@@ -150,14 +150,19 @@ def _port(config: Config) -> Check:
     return Check("redis", f"own server on loopback port {port}")
 
 
-def _server(config: Config) -> Check:
+def _server(config: Config, resume: bool) -> Check:
     from asyncrl_jax.transport.connection import RedisUnavailable, connect
+    from asyncrl_jax.transport.keys import Keys
 
     found = f"server at {config.redis.url}"
     try:
-        connect(dataclasses.replace(config.redis, outage_s=3.0), redis_password(config.redis)).close()
+        with connect(dataclasses.replace(config.redis, outage_s=3.0), redis_password(config.redis)) as client:
+            used = client.exists(Keys(config.redis.namespace).epoch)
     except (RedisUnavailable, ValueError) as error:
         return Check("redis", found, str(error))
+    if used and not resume:
+        problem = f"--config.redis.namespace={config.redis.namespace}: {config.redis.url} holds a run of this name"
+        return Check("redis", found, f"{problem}; choose another, or go on with that run by --resume")
     return Check("redis", found)
 
 

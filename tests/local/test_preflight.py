@@ -8,6 +8,9 @@ import pytest
 
 from asyncrl_jax.config import Config, override
 from asyncrl_jax.local import preflight
+from asyncrl_jax.transport.connection import connect
+from asyncrl_jax.transport.control import Control
+from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.server import start_server
 
 
@@ -98,3 +101,18 @@ def test_dry_run_says_what_it_found_and_starts_nothing(tmp_path, content, code):
     assert done.returncode == code
     assert ("FAILED  run directory" in done.stdout) == bool(content)
     assert run_dir.exists() == bool(content)
+
+
+def test_a_namespace_that_holds_a_run_is_refused_for_a_new_one(tmp_path):
+    server = start_server(tmp_path / "redis", Config().redis)
+    try:
+        password_file = str(tmp_path / "redis" / "redis.password")
+        config = override(Config(), {"redis.url": server.url, "redis.password_file": password_file})
+        client = connect(config.redis, server.password)
+        Control(client, Keys(config.redis.namespace)).ensure_epoch()
+        client.close()
+        (problem,) = problems(config, tmp_path / "run", own_server=False)
+        assert "--config.redis.namespace=asyncrl" in problem
+        assert problems(config, tmp_path / "run", own_server=False, resume=True) == []
+    finally:
+        server.stop()
