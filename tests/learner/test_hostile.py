@@ -13,7 +13,7 @@ from asyncrl_jax.transport.server import start_server
 
 from .run_fixture import Crash, ScriptedRun, crash_once, replaced, small_config
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_once")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("compile_once")]
 
 
 @pytest.fixture(scope="module")
