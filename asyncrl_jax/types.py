@@ -127,7 +127,7 @@ class LearnerState:
     version: int  # newest announced version
     phase: str  # "warm_start", "training", "done"
     unsettled_tickets: int = 0  # tickets with no use left, trained but not yet settled by a durable checkpoint
-    unsettled_uses: int = 0  # uses made of tickets that are not settled yet
+    unsettled_uses: int = 0  # uses of tickets that are not settled yet: made, or never to be made, being too old
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

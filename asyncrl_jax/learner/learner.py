@@ -177,10 +177,12 @@ class Learner:
         return number in self.staleness.versions
 
     def announce_state(self) -> None:
-        """Tells the others where the learner is; called after every change of update, line or phase."""
+        """Tells the others where the learner is; called after every change of update, line, phase or uses left."""
         # Forgotten tickets are in no count of this Redis, so they must not be subtracted from one.
         finished = [*self.finished, *(self.saving[1] if self.saving else [])]
         unsettled = [t for t in finished if t.pooled.ticket_id not in self.forgotten]
+        made = sum(len(updates) for ticket_id, updates in self.uses.items() if ticket_id not in self.forgotten)
+        forfeited = sum(self.config.learner.replay_ratio - len(trained.updates) for trained in unsettled)
         self.control.set_learner(
             LearnerState(
                 line=self.line,
@@ -188,7 +190,7 @@ class Learner:
                 version=self.version.number if self.version else -1,
                 phase=self.phase,
                 unsettled_tickets=len(unsettled),
-                unsettled_uses=sum(len(updates) for t, updates in self.uses.items() if t not in self.forgotten),
+                unsettled_uses=made + forfeited,
             )
         )
 
@@ -221,7 +223,8 @@ class Learner:
         }
 
     def settle_if_durable(self) -> None:
-        if self.saving is None or (self.checkpoints.durable() or -1) < self.saving[0]:
+        durable = self.checkpoints.durable()
+        if self.saving is None or durable is None or durable < self.saving[0]:
             return
         (update, finished), self.saving = self.saving, None
         for trained in finished:

@@ -147,6 +147,8 @@ def _expire(learner: Learner) -> None:
         outcome = Outcome.UNDONE if pooled.ticket_id in learner.undone else Outcome.EXPIRED
         learner.reader.complete([(pooled.entry, pooled.ticket_id)], outcome, learner.update, reason="lag_bound")
         log.info("ticket %s %s: older than %d updates", pooled.ticket_id, outcome, learner.staleness.bound)
+    if any(pooled.uses for pooled in taken):
+        learner.announce_state()  # or their last uses would be waited for, and nothing issued in their place
 
 
 def _fail_lost(learner: Learner) -> None:

@@ -113,6 +113,7 @@ class ScriptedRun:
         self.ledger = Ledger(self.redis, self.keys)
         self.withheld: set[int] = set()  # task counts that the actor claims and never answers
         self.learner: Learner | None = None
+        self.turn = threading.Lock()  # held while orchestrator and actor do anything
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self.error: BaseException | None = None
@@ -166,20 +167,21 @@ class ScriptedRun:
         writer = GroupWriter(self.redis, self.keys, self.config.redis, Limits.from_config(self.config))
         waiting = []
         while not self._stop.is_set():
-            orchestrator.tick()
-            for request in self.control.pending_evaluations():
-                self.control.report_evaluation(
-                    EvaluationResult(request.evaluation_id, request.version, request.update, {1: 1}, {1: 1}, 1.0)
-                )
-            waiting += tasks.claim(8, 5)
-            latest = self.control.latest()
-            for delivery in list(waiting):
-                ticket = delivery.ticket
-                if ticket.task.index in self.withheld:
-                    continue
-                if latest is not None and latest.line == ticket.line and latest.update >= ticket.min_update:
-                    writer.submit(delivery, scripted_group(ticket, latest.number))
-                    waiting.remove(delivery)
+            with self.turn:
+                orchestrator.tick()
+                for request in self.control.pending_evaluations():
+                    self.control.report_evaluation(
+                        EvaluationResult(request.evaluation_id, request.version, request.update, {1: 1}, {1: 1}, 1.0)
+                    )
+                waiting += tasks.claim(8, 5)
+                latest = self.control.latest()
+                for delivery in list(waiting):
+                    ticket = delivery.ticket
+                    if ticket.task.index in self.withheld:
+                        continue
+                    if latest is not None and latest.line == ticket.line and latest.update >= ticket.min_update:
+                        writer.submit(delivery, scripted_group(ticket, latest.number))
+                        waiting.remove(delivery)
             time.sleep(0.002)
 
 

@@ -6,21 +6,13 @@ import threading
 
 import pytest
 
-from asyncrl_jax.config import LagConfig, RedisConfig
+from asyncrl_jax.config import LagConfig
 from asyncrl_jax.learner.loop import finish
 from asyncrl_jax.transport.keys import GROUP_CONSUMERS
-from asyncrl_jax.transport.server import start_server
 
 from .run_fixture import Crash, ScriptedRun, crash_once, replaced, small_config
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("compile_once")]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    started = start_server(tmp_path_factory.mktemp("redis"), RedisConfig())
-    yield started
-    started.stop()
 
 
 def lose_everything(run: ScriptedRun) -> None:

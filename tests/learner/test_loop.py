@@ -9,6 +9,8 @@ import pytest
 
 from asyncrl_jax.config import LagConfig
 from asyncrl_jax.learner import loop, settlement
+from asyncrl_jax.learner.intake import Intake
+from asyncrl_jax.learner.resume import start_or_resume
 from asyncrl_jax.transport.archive import read_ledger_events
 from asyncrl_jax.types import Outcome
 
@@ -68,6 +70,8 @@ def test_ckpt_07_nothing_is_acknowledged_before_a_durable_checkpoint_and_the_arc
             if learner.update == 5:
                 seen["archived"] = list((run.run_dir / "archive").glob("groups-*"))
                 seen["outcomes"] = outcomes(run)
+                state = run.control.learner()
+                seen["unsettled"] = (state.update, state.unsettled_tickets, state.unsettled_uses)
                 released.set()
                 learner.checkpoints.wait()
             publish_if_due()
@@ -84,6 +88,9 @@ def test_ckpt_07_nothing_is_acknowledged_before_a_durable_checkpoint_and_the_arc
 
         monkeypatch.setattr(learner.checkpoints, "_write", slow)
         learner.publish_if_due = look
+        record(learner.control, "append_redo", "logged")
+        record(learner.trainer, "update", "updated")
+        record(learner.publisher, "start", "published")
         record(learner, "announce_state", "announced")
         record(settlement, "write_groups", "archived")
         record(learner.reader, "complete", "acknowledged")
@@ -93,11 +100,26 @@ def test_ckpt_07_nothing_is_acknowledged_before_a_durable_checkpoint_and_the_arc
         left = [run.redis.xlen(stream) for stream in (*streams, run.keys.tasks, run.keys.ledger)]
         assert run.control.redo(0) == []
         assert run.audit().sound
-    assert seen == {"archived": [], "outcomes": {"issued": 15, "pending": 15}}
-    first = [what for what, _ in events].index("archived")
-    assert [what for what, _ in events[first - 1 : first + 3]] == ["announced", "archived", "acknowledged", "trimmed"]
+    assert seen == {"archived": [], "outcomes": {"issued": 15, "pending": 15}, "unsettled": (4, 12, 12)}
+    order = [what for what, _ in events]
+    assert [what for what in order if what in ("logged", "updated", "published")] == [
+        "published",
+        *["logged", "updated", "published"] * 6,
+    ]
+    first = order.index("archived")
+    assert order[first - 1 : first + 3] == ["announced", "archived", "acknowledged", "trimmed"]
     assert events[first + 2][1] == [4, 5]  # what the checkpoint does not hold can still be replayed
     assert left == [0, 0, 0, 0]  # of what is settled and archived, Redis keeps nothing
+
+
+def test_the_checkpoint_of_v0_is_settled_like_any_other(server, tmp_path):
+    with ScriptedRun(small_config(tmp_path / "first", server), server) as run:
+        learner = run.make_learner()
+        start_or_resume(learner)
+        assert learner.saving == (0, [])
+        learner._wait_durable()
+        assert learner.saving is None
+        learner.close()
 
 
 def test_ckpt_01_prompts_in_flight_and_queued_at_a_kill_are_trained_once_each(server, tmp_path):
@@ -198,3 +220,29 @@ def test_uses_are_counted_across_a_kill(server, tmp_path, monkeypatch, kill):
     assert max(len(updates) for updates in trained_tasks(run.run_dir).values()) == 2
     assert resumed.uses.keys() <= pending
     assert state.unsettled_uses == sum(map(len, resumed.uses.values()))
+
+
+def test_a_group_too_old_for_its_next_use_is_trained_and_one_never_used_is_expired(server, tmp_path):
+    config = small_config(tmp_path / "grown_old", server, mode="async", num_updates=3, replay_ratio=2)
+    with ScriptedRun(config, server) as run:
+        learner = run.make_learner()
+        uses = {}
+
+        def arrived():
+            Intake.pool_new(learner.intake, 20)
+            return {pooled.uses for pooled in learner.pool.all()} == {0, 1}
+
+        def grow_old():
+            wait_for(arrived)
+            uses.update({pooled.ticket_id: pooled.uses for pooled in learner.pool.all()})
+            bound, learner.staleness.bound = learner.staleness.bound, -1
+            learner._expire()
+            learner.staleness.bound = bound
+
+        before_reading(learner, 1, grow_old)
+        run.drive(learner)
+        ends = {event.ticket_id: event.outcome for event in events_of(run) if event.outcome}
+        report = run.audit()
+    assert report.sound, report.problems
+    for ticket_id, count in uses.items():
+        assert ends[ticket_id] is (Outcome.TRAINED if count else Outcome.EXPIRED)
