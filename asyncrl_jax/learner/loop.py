@@ -109,7 +109,7 @@ def _collect(learner: Learner) -> list[PooledGroup] | None:
         learner.settle_if_durable()
         _follow_epoch(learner)
         learner.intake.pool_new(READ_BLOCK_MS)
-        _expire(learner)
+        expire(learner)
         now = time.monotonic()
         if len(learner.pool) >= learner.config.learner.groups_per_update:
             late = _stragglers(learner)
@@ -137,7 +137,7 @@ def _stragglers(learner: Learner) -> set[str]:
     }
 
 
-def _expire(learner: Learner) -> None:
+def expire(learner: Learner) -> None:
     """Ends pooled groups that are past the bound. Trained before: they are finished; never trained: expired."""
     taken = learner.pool.take_if(lambda p: learner.staleness.is_unusable(p.versions, learner.line, learner.update))
     for pooled in taken:

@@ -50,6 +50,7 @@ def _resume(learner: Learner, step: int) -> None:
     meta = _restore(learner, step)
     learner.epoch = meta["epoch"]
     learner.trainer.load_reference(learner.run_dir / "reference")
+    _forget_if_gone_back(learner)
     if learner.control.epoch() is None:
         learner.staleness.versions.update(_versions_on_disk(learner.weights_dir))
         reopen_after_reset(learner)
@@ -68,6 +69,20 @@ def _resume(learner: Learner, step: int) -> None:
         _open_line(learner, held)
     log.info("resumed at update %d of line %d from checkpoint %d", learner.update, learner.line, step)
     learner.publish(wait=True)
+
+
+def _forget_if_gone_back(learner: Learner) -> None:
+    """A Redis behind the checkpoint lost its last writes, and may hold as live what was settled and archived."""
+    state = learner.control.learner()
+    if state is not None and (state.line, state.update) < (learner.line, learner.update):
+        log.error(
+            "Redis is at update %d of line %d, the checkpoint at %d of %d: it lost writes, and is emptied",
+            state.update,
+            state.line,
+            learner.update,
+            learner.line,
+        )
+        learner.control.forget_everything()
 
 
 def _restore(learner: Learner, step: int) -> dict[str, Any]:

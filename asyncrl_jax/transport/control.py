@@ -65,6 +65,14 @@ class Control:
         """Raises the epoch to `expected_new`; leaves a higher one alone. Returns the epoch."""
         return int(self._advance(keys=[self._keys.epoch], args=[expected_new]))
 
+    def forget_everything(self) -> int:
+        """Deletes every key of the run, streams and ledger included: for a Redis that has gone back in time.
+
+        Returns the number of keys deleted.
+        """
+        names = list(self._redis.scan_iter(f"{self._keys.namespace}:*", count=1000))
+        return int(self._redis.delete(*names)) if names else 0
+
     def set_phase(self, phase: str) -> None:
         """Raises: ValueError: for a phase that isn't one of PHASES."""
         if phase not in PHASES:

@@ -104,3 +104,30 @@ def test_an_epoch_that_was_raised_without_a_loss_leaves_no_ticket_astray(server,
         report = run.audit()
     assert report.sound, report.problems
     assert learner.update == 9
+
+
+def test_a_redis_that_has_gone_back_in_time_is_not_believed(server, tmp_path):
+    """As after a power cut without a sync: what it holds as live was settled and archived long ago."""
+    config = small_config(tmp_path / "gone-back", server, num_updates=9)
+    with ScriptedRun(config, server) as run:
+        learner = run.make_learner()
+        earlier: dict[bytes, bytes] = {}
+
+        def remember() -> None:
+            names = list(run.redis.scan_iter(f"{run.keys.namespace}:*"))
+            earlier.update({name: run.redis.dump(name) for name in names})
+
+        once_at(learner, 4, remember)
+        run.drive(learner)
+    longer = replaced(config, learner=replaced(config.learner, num_updates=12))
+    run = ScriptedRun(longer, server)
+    lose_everything(run)
+    for name, value in earlier.items():
+        run.redis.restore(name, 0, value)
+    with run:
+        resumed = run.make_learner()
+        run.drive(resumed)
+        report = run.audit()
+        assert run.control.epoch() == 2
+    assert resumed.update == 12
+    assert report.sound, report.problems

@@ -10,6 +10,7 @@ import pytest
 from asyncrl_jax.config import LagConfig
 from asyncrl_jax.learner import loop, settlement
 from asyncrl_jax.learner.intake import Intake
+from asyncrl_jax.learner.loop import expire
 from asyncrl_jax.learner.resume import start_or_resume
 from asyncrl_jax.transport.archive import read_ledger_events
 from asyncrl_jax.types import Outcome
@@ -117,7 +118,7 @@ def test_the_checkpoint_of_v0_is_settled_like_any_other(server, tmp_path):
         learner = run.make_learner()
         start_or_resume(learner)
         assert learner.saving == (0, [])
-        learner._wait_durable()
+        learner.wait_durable()
         assert learner.saving is None
         learner.close()
 
@@ -236,7 +237,7 @@ def test_a_group_too_old_for_its_next_use_is_trained_and_one_never_used_is_expir
             wait_for(arrived)
             uses.update({pooled.ticket_id: pooled.uses for pooled in learner.pool.all()})
             bound, learner.staleness.bound = learner.staleness.bound, -1
-            learner._expire()
+            expire(learner)
             learner.staleness.bound = bound
 
         before_reading(learner, 1, grow_old)
