@@ -239,6 +239,8 @@ def test_a_group_too_old_for_its_next_use_is_trained_and_one_never_used_is_expir
             bound, learner.staleness.bound = learner.staleness.bound, -1
             expire(learner)
             learner.staleness.bound = bound
+            state = run.control.learner()
+            assert (state.unsettled_tickets, state.unsettled_uses) == (3, 6)  # one use made and one forfeited by each
 
         before_reading(learner, 1, grow_old)
         run.drive(learner)
