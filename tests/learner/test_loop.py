@@ -199,14 +199,17 @@ def test_q_04_groups_that_someone_trims_are_counted_as_lost_and_replaced(server,
         assert run.audit().sound
 
 
-@pytest.mark.parametrize("kill", ["before_the_checkpoint", "after_it"])
+@pytest.mark.parametrize("kill", ["before_the_checkpoint", "after_it", "before_the_archive"])
 def test_uses_are_counted_across_a_kill(server, tmp_path, monkeypatch, kill):
     """replay_ratio 2: every update trains 3 groups, no group more than twice, whatever the checkpoint held."""
     config = small_config(tmp_path / kill, server, mode="async", num_updates=7, replay_ratio=2)
     with ScriptedRun(config, server) as run:
         learner = run.make_learner()
-        at = {"before_the_checkpoint": 3, "after_it": 6}[kill]
-        crash_once(learner.control, "append_redo", monkeypatch, when=lambda update, _: update == at)
+        if kill == "before_the_archive":
+            crash_once(learner.settlement, "settle", monkeypatch, when=lambda *, groups, **_: groups)
+        else:
+            at = {"before_the_checkpoint": 3, "after_it": 6}[kill]
+            crash_once(learner.control, "append_redo", monkeypatch, when=lambda update, _: update == at)
         with pytest.raises(Crash):
             run.drive(learner)
         resumed = run.make_learner()

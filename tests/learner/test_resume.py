@@ -30,11 +30,11 @@ CRASHES = {
     "after_the_update": ("trainer", "update", {"when": lambda *args: args[-1] == 4, "after": True}),
     "between_commit_and_announcement": ("control", "announce", {"when": lambda version: version.update == 5}),
     "before_the_checkpoint": ("checkpoints", "save", {"when": lambda step, *_: step == 6}),
-    "before_the_archive": ("settlement", "settle", {}),
+    "before_the_archive": ("settlement", "settle", {"when": lambda *, groups, **_: groups}),
     "after_the_archive": (settlement, "write_groups", {"after": True}),
     "between_two_partitions": ("reader", "_complete", {"after": True}),
     "before_the_redo_log_is_trimmed": ("control", "trim_redo", {"when": lambda update: update == 6}),
-    "before_the_events_are_discarded": ("ledger", "discard_events", {}),
+    "before_the_events_are_discarded": ("ledger", "discard_events", {"when": lambda ids: len(ids) > 9}),  # not of v0
 }
 
 
