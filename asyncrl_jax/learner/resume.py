@@ -56,6 +56,7 @@ def _resume(learner: Learner, step: int) -> None:
         reopen_after_reset(learner)
     learner.epoch, _ = learner.control.ensure_epoch(at_least=learner.epoch)
     learner.staleness.versions.update(learner.control.versions())
+    learner.staleness.lines |= learner.control.lines()  # one that was never checkpointed keeps its number
     sweep(learner.weights_dir, announced=learner.staleness.versions)
     if learner.update < learner.config.learner.num_updates:  # else the run may have been ended already, and stays so
         learner.control.set_phase("running")

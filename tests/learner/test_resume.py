@@ -134,6 +134,27 @@ def test_ckpt_03_parts_that_stand_at_different_steps_all_go_back_to_the_checkpoi
     assert (counts["trained"], counts["pending"]) == (27, 0)
 
 
+def test_a_line_that_dies_before_its_first_checkpoint_leaves_its_number_behind(server, tmp_path, monkeypatch):
+    """Two kills, both of which make the learner fork at 3: what line 1 published is never taken for line 2's."""
+    config = small_config(tmp_path / "twice", server, num_updates=9)
+    with ScriptedRun(config, server) as run:
+        for _ in range(2):
+            learner = run.make_learner()
+            crash_once(learner.control, "append_redo", monkeypatch, when=lambda update, _: update == 6)
+            with pytest.raises(Crash):
+                run.drive(learner)
+            run.redis.delete(run.keys.redo)
+        run.drive(run.make_learner())
+        report = run.audit()
+        lines = run.control.lines()
+        versions = run.control.versions()
+    assert report.sound, report.problems
+    assert report.line == 2
+    assert {n: (line.parent, line.fork_update) for n, line in lines.items()} == {0: (None, 0), 1: (0, 3), 2: (0, 3)}
+    places = [(version.line, version.update) for version in versions.values()]
+    assert len(set(places)) == len(places)
+
+
 def test_q_13_a_redis_that_lost_its_data_opens_a_new_epoch(server, tmp_path):
     """The run says so, asks for the lost groups anew, and ends; nothing hangs."""
     config = small_config(tmp_path / "reset", server, num_updates=9)
