@@ -112,6 +112,7 @@ class ScriptedRun:
         self.control = Control(self.redis, self.keys)
         self.ledger = Ledger(self.redis, self.keys)
         self.withheld: set[int] = set()  # task counts that the actor claims and never answers
+        self.stale: set[int] = set()  # task counts that the actor answers with weights of v0, against what was asked
         self.learner: Learner | None = None
         self.turn = threading.Lock()  # held while orchestrator and actor do anything
         self._stop = threading.Event()
@@ -180,18 +181,19 @@ class ScriptedRun:
                     if ticket.task.index in self.withheld:
                         continue
                     if latest is not None and latest.line == ticket.line and latest.update >= ticket.min_update:
-                        writer.submit(delivery, scripted_group(ticket, latest.number))
+                        version = 0 if ticket.task.index in self.stale else latest.number
+                        writer.submit(delivery, scripted_group(ticket, version))
                         waiting.remove(delivery)
             time.sleep(0.002)
 
 
-def crash_once(target: object, name: str, monkeypatch, *, when=lambda *_: True, after: bool = False) -> None:
+def crash_once(target: object, name: str, monkeypatch, *, when=lambda *_, **__: True, after: bool = False) -> None:
     """Makes the next call of `target.name` that `when` names crash, before or after it has run."""
     real = getattr(target, name)
     armed = [True]
 
     def crashing(*args, **kwargs):
-        if armed[0] and when(*args):
+        if armed[0] and when(*args, **kwargs):
             armed[0] = False
             if after:
                 real(*args, **kwargs)

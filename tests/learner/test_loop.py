@@ -252,3 +252,19 @@ def test_a_group_too_old_for_its_next_use_is_trained_and_one_never_used_is_expir
     assert report.sound, report.problems
     for ticket_id, count in uses.items():
         assert ends[ticket_id] is (Outcome.TRAINED if count else Outcome.EXPIRED)
+
+
+def test_a_group_sampled_with_weights_beyond_the_bound_is_expired_not_trained(server, tmp_path):
+    """The learner's own check: an actor that broke the bound is not believed."""
+    config = small_config(tmp_path / "stale", server, mode="async", num_updates=8)
+    with ScriptedRun(config, server) as run:
+        run.stale = {22}  # answered for one of the last updates, at 5 or later, where v0 is beyond N = 4
+        learner = run.make_learner()
+        run.drive(learner)
+        ends = {event.ticket_id: event.outcome for event in events_of(run) if event.outcome}
+        report = run.audit()
+    assert report.sound, report.problems
+    assert [outcome for ticket_id, outcome in ends.items() if ticket_id == "1-22"] == [Outcome.EXPIRED]
+    assert 22 not in trained_tasks(run.run_dir)
+    assert learner.progress.over_bound_tokens == 0
+    assert max(report.archived_lag_histogram) <= 4
