@@ -23,7 +23,7 @@ def check_sound(run: WholeRun) -> None:
     assert summary["lag"]["max"] <= summary["lag"]["bound"]
     assert run.audited.sound, run.audited.problems
     assert run.audited.ledger == summary["ledger"]
-    assert run.audited.lag_histogram == run.audited.archived_lag_histogram
+    assert summary["ledger_problems"] == []  # audited with Redis too, before it closed
     assert sum(count for name, count in summary["ledger"].items() if name != "issued") == summary["ledger"]["issued"]
 
 
