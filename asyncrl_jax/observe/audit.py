@@ -272,6 +272,9 @@ def _names(tickets: Iterable[str]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Audits the run directory named on the command line from its files alone; exit code 1 if something disagrees."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: python -m asyncrl_jax.observe.audit RUN_DIR", file=sys.stderr)
+        return 2
     try:
         report = audit(Path(arguments[0]))
     except ValueError as error:
@@ -281,6 +284,7 @@ def main(arguments: list[str]) -> int:
         print(f"{name:>12} {count}")
     for problem in report.problems:
         print(f"PROBLEM: {problem}")
+    print(f"{'sound' if report.sound else 'NOT sound'}, as of update {report.update} of line {report.line}")
     return 0 if report.sound else 1
 
 

@@ -161,7 +161,7 @@ def panel(config: Config, snapshot: Snapshot | None, restarts: Mapping[str, int]
         table.add_row(
             name,
             f"v{beat.get('version', '–')}   {beat.get('tokens_per_s', 0):,.0f} tok/s   "
-            f"busy {beat.get('busy', 0):.0%}   {beat.get('running', 0)} episodes",
+            f"busy {beat.get('busy', 0):.0%}   {beat.get('running', 0)} episodes in hand",
         )
     table.add_row("tickets", _ledger(snapshot))
     if sum(restarts.values()):

@@ -69,17 +69,23 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("updates", f"{summary['updates']} in {summary['wall_s']:.0f} s, {summary['versions']} weight versions"),
         (
             "lag of trained tokens",
-            f"mean {_number(lag['mean'])}, p95 {_number(lag['p95'])}, max {_number(lag['max'])}; bound {lag['bound']}, "
-            f"{lag['over_bound_tokens']} tokens over it",
+            f"mean {_number(lag['mean'])}, p95 {_number(lag['p95'])}, max {_number(lag['max'])} of {lag['bound']}; "
+            f"{lag['over_bound_tokens']} over",
         ),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
         ("learner busy", "–" if summary["learner_busy"] is None else f"{summary['learner_busy']:.0%}"),
-        ("tickets", ", ".join(f"{count} {name}" for name, count in summary["ledger"].items())),
-        ("mixed-version episodes", f"{summary['mixed_version_trajectories']:,}"),
+        ("tickets", _tickets(summary["ledger"])),
+        ("episodes across versions", f"{summary['mixed_version_trajectories']:,}"),
     ]
     if summary["restarts"]:
         rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in sorted(summary["restarts"].items()))))
     return rows
+
+
+def _tickets(ledger: Mapping[str, int]) -> str:
+    """The equation of the ledger, without its zeros."""
+    ends = " + ".join(f"{count} {name}" for name, count in ledger.items() if count and name != "issued")
+    return f"{ledger['issued']} issued = {ends or '0'}"
 
 
 def page(run_dir: Path, data: RunData, summary: Mapping[str, Any], svg: str) -> str:
@@ -99,7 +105,7 @@ def page(run_dir: Path, data: RunData, summary: Mapping[str, Any], svg: str) -> 
         f"<h1>asyncrl run {html.escape(run_dir.name)}</h1>",
         _table([], headline(summary)),
         "<p class='bad'>The ledger does not balance.</p>" if summary["ledger_problems"] else "",
-        _table([], [("problem", problem) for problem in summary["ledger_problems"]]),
+        _titled("Problems", [("problem", problem) for problem in summary["ledger_problems"]]),
         svg,
         "<h2>Success by level</h2>",
         _table(["level", "before", "after", "tasks before", "tasks after"], by_level),
