@@ -1,8 +1,9 @@
 import asyncio
 import random
+import subprocess
+import sys
 
 import pytest
-from reasoning_gym.factory import create_dataset
 
 from asyncrl_jax.actor.envs import arithmetic
 from asyncrl_jax.actor.envs.arithmetic import LEVELS, SPLITS, Arithmetic, decode, encode, is_heldout, make_problem
@@ -24,6 +25,8 @@ def play(turns, *, split="train", level=1, index=0):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("split", SPLITS)
 def test_answers_agree_with_reasoning_gym(split, level):
+    from reasoning_gym.factory import create_dataset  # after `arithmetic`, which makes it importable everywhere
+
     scorer = create_dataset("chain_sum", seed=0)
     for index in range(100):
         problem = make_problem(split, level, index)
@@ -166,3 +169,16 @@ def test_tasks_that_do_not_exist(split, level, index):
 def test_a_task_of_another_environment_is_refused():
     with pytest.raises(ValueError, match="chess"):
         asyncio.run(Arithmetic().reset(Task("chess", "train", 1, 0)))
+
+
+def test_sums_need_no_sat_solver():
+    """reasoning-gym imports one that has no wheel; a machine without a C compiler has none."""
+    program = (
+        "import importlib.util, sys\n"
+        "find_spec = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'pycosat' else find_spec(name, *rest)\n"
+        "from asyncrl_jax.actor.envs.arithmetic import make_problem\n"
+        "assert sys.modules['pycosat'].__spec__ is None\n"
+        "assert make_problem('train', 1, 0).calls\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

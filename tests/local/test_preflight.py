@@ -116,3 +116,20 @@ def test_a_namespace_that_holds_a_run_is_refused_for_a_new_one(tmp_path):
         assert problems(config, tmp_path / "run", own_server=False, resume=True) == []
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"environment.name": "chess"}, "--config.environment.name=chess"),
+        ({"model.vocab_size": 4}, "--config.model.vocab_size=4"),
+        ({"weights.directory": "ftp://host/weights"}, "use a path, gs:// or s3://"),
+        ({"weights.directory": "s3://bucket/weights"}, "asyncrl-jax[s3]"),
+        ({"mesh.expert": 4}, "--config.mesh asks for 4 devices, JAX sees 1"),
+    ],
+)
+def test_what_a_role_would_refuse_is_refused_before_anything_is_started(changes, named, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "_STORES", preflight._STORES | {"s3": ("no_such_package", "s3")})
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    (problem,) = problems(override(Config(), changes), tmp_path / "new")
+    assert named in problem

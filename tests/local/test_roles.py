@@ -65,3 +65,13 @@ def test_a_resumed_run_keeps_its_settings(tmp_path):
     done = start("local", f"--resume={tmp_path / 'none'}")
     assert done.returncode == 2
     assert "config.json: No such file" in done.stderr
+
+
+def test_a_learner_without_demonstrations_says_so_and_asks_for_no_restart(tmp_path, server):
+    password = tmp_path / "password"
+    password.write_text(server.password)
+    flags = [f"--config.redis.url={server.url}", f"--config.redis.password_file={password}"]
+    done = start("learner", *flags, f"--config.run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"{tmp_path / 'run' / 'demonstrations.avro'}: no such file" in done.stderr

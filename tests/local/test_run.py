@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_jax.config_file import read_config
+from asyncrl_jax.config import Config
+from asyncrl_jax.config_file import read_config, write_config
+from asyncrl_jax.local import run
 
 LAUNCH = str(Path(__file__).with_name("launch.py"))
 FOREVER = "100000"
@@ -201,3 +203,13 @@ def test_a_run_whose_port_was_taken_meanwhile_is_resumed_on_another(tmp_path):
         _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 0, errors
     assert read_config(run_dir / "config.json").redis.url != before
+
+
+def test_a_finished_run_resumes_to_one_line(tmp_path, capsys):
+    write_config(tmp_path / "config.json", Config())
+    updates = Config().learner.num_updates
+    (tmp_path / "summary.json").write_text(json.dumps({"updates": updates}))
+    assert run.resume_run(tmp_path, {}) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"finished, with {updates} updates" in line
+    assert "--config.learner.num_updates=" in line
