@@ -1,7 +1,7 @@
 """One frozen tree of settings, checked when it is made. Flags are generated from it (see `flags.py`).
 
 Every leaf is declared with `setting(default, meaning)`, and the meaning names the unit. Nothing below `launchers/`
-reads a flag: parts receive the dataclass they need.
+reads a flag: parts receive the dataclass they need. Large branches have files of their own, `config_<branch>.py`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,8 @@ import math
 import typing
 from typing import Any
 
-
-def setting(default: Any, meaning: str) -> Any:
-    """A config leaf with its meaning, which `--help` prints."""
-    return dataclasses.field(default=default, metadata={"help": meaning})
-
-
-def branch(cls: type) -> Any:
-    """A config subtree."""
-    return dataclasses.field(default_factory=cls)
-
-
-def _require(ok: bool, name: str, value: object, need: str) -> None:
-    if not ok:
-        raise ValueError(f"--config.{name}={value}: {need}")
+from asyncrl_jax.config_leaf import branch, require, setting
+from asyncrl_jax.config_model import MeshConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,25 +31,25 @@ class RedisConfig:
     outage_s: float = setting(60.0, "seconds a process waits for an unreachable server before it gives up")
 
     def __post_init__(self) -> None:
-        _require(self.server in ("auto", "system", "wheel"), "redis.server", self.server, "use auto, system or wheel")
-        _require(
+        require(self.server in ("auto", "system", "wheel"), "redis.server", self.server, "use auto, system or wheel")
+        require(
             self.url == "" or self.url.split("://")[0] in ("redis", "rediss", "unix"),
             "redis.url",
             self.url,
             "use redis://host:port/db, rediss://… or unix://…",
         )
-        _require(
+        require(
             "@" not in self.url and "password" not in self.url,
             "redis.url",
             "…@…",
             "put the password in a file and name it in redis.password_file",
         )
-        _require(self.partitions >= 1, "redis.partitions", self.partitions, "at least 1")
-        _require(0 <= self.port < 65536, "redis.port", self.port, "a port is 0 to 65535")
-        _require(self.max_deliveries >= 1, "redis.max_deliveries", self.max_deliveries, "at least 1")
-        _require(self.claim_idle_s > 0, "redis.claim_idle_s", self.claim_idle_s, "more than 0")
-        _require(self.outage_s > 0, "redis.outage_s", self.outage_s, "more than 0")
-        _require(self.max_message_bytes >= 1024, "redis.max_message_bytes", self.max_message_bytes, "at least 1024")
+        require(self.partitions >= 1, "redis.partitions", self.partitions, "at least 1")
+        require(0 <= self.port < 65536, "redis.port", self.port, "a port is 0 to 65535")
+        require(self.max_deliveries >= 1, "redis.max_deliveries", self.max_deliveries, "at least 1")
+        require(self.claim_idle_s > 0, "redis.claim_idle_s", self.claim_idle_s, "more than 0")
+        require(self.outage_s > 0, "redis.outage_s", self.outage_s, "more than 0")
+        require(self.max_message_bytes >= 1024, "redis.max_message_bytes", self.max_message_bytes, "at least 1024")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,73 +62,13 @@ class WeightsConfig:
     canary_tolerance: float = setting(1e-3, "largest log-prob difference between canary and engine, in nats, at fp32")
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.publish_every_updates >= 1, "weights.publish_every_updates", self.publish_every_updates, "at least 1"
         )
-        _require(self.keep_versions >= 2, "weights.keep_versions", self.keep_versions, "at least 2")
-        _require(self.canary_tolerance > 0, "weights.canary_tolerance", self.canary_tolerance, "more than 0")
-        _require(self.poll_interval_s > 0, "weights.poll_interval_s", self.poll_interval_s, "more than 0")
-        _require(self.lease_s > 0, "weights.lease_s", self.lease_s, "more than 0")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A decoder of the Qwen3-MoE architecture."""
-
-    num_layers: int = setting(2, "decoder layers")
-    hidden_dim: int = setting(64, "width of the residual stream")
-    num_heads: int = setting(4, "query heads")
-    num_kv_heads: int = setting(2, "key and value heads")
-    head_dim: int = setting(16, "width of one head")
-    num_experts: int = setting(8, "experts of a MoE layer")
-    experts_per_token: int = setting(2, "experts that serve a token (top-k)")
-    expert_dim: int = setting(64, "hidden width of one expert")
-    vocab_size: int = setting(32, "tokens in the vocabulary, at least the environment's")
-    rope_theta: float = setting(100.0, "base of the rotary position embedding")
-    norm_eps: float = setting(1e-6, "epsilon of RMSNorm")
-    max_positions: int = setting(64, "longest trajectory, in tokens")
-    dispatch: str = setting(
-        "blocked", "MoE dispatch in training: blocked (dropless, runs everywhere) or dense (reference)"
-    )
-    init_std: float = setting(0.08, "standard deviation of the random initialisation")
-
-    def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_dim",
-            "num_heads",
-            "num_kv_heads",
-            "num_experts",
-            "expert_dim",
-            "vocab_size",
-        ):
-            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            "model.num_kv_heads",
-            self.num_kv_heads,
-            f"must divide num_heads = {self.num_heads}",
-        )
-        _require(self.head_dim % 2 == 0, "model.head_dim", self.head_dim, "must be even: rotary embedding turns pairs")
-        _require(
-            1 <= self.experts_per_token <= self.num_experts,
-            "model.experts_per_token",
-            self.experts_per_token,
-            f"between 1 and num_experts = {self.num_experts}",
-        )
-        _require(self.dispatch in ("blocked", "dense"), "model.dispatch", self.dispatch, "use blocked or dense")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    data: int = setting(1, "devices along the data axis")
-    fsdp: int = setting(1, "devices along the fsdp axis (parameters sharded)")
-    expert: int = setting(1, "devices along the expert axis")
-    tensor: int = setting(1, "devices along the tensor axis")
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _require(getattr(self, field.name) >= 1, f"mesh.{field.name}", getattr(self, field.name), "at least 1")
+        require(self.keep_versions >= 2, "weights.keep_versions", self.keep_versions, "at least 2")
+        require(self.canary_tolerance > 0, "weights.canary_tolerance", self.canary_tolerance, "more than 0")
+        require(self.poll_interval_s > 0, "weights.poll_interval_s", self.poll_interval_s, "more than 0")
+        require(self.lease_s > 0, "weights.lease_s", self.lease_s, "more than 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,19 +85,19 @@ class LagConfig:
     slack_groups: int = setting(4, "groups kept queued beyond what Little's law asks, so that the learner is fed")
 
     def __post_init__(self) -> None:
-        _require(self.actor_updates >= 0, "lag.actor_updates", self.actor_updates, "at least 0")
-        _require(
+        require(self.actor_updates >= 0, "lag.actor_updates", self.actor_updates, "at least 0")
+        require(
             self.token_updates >= self.actor_updates,
             "lag.token_updates",
             self.token_updates,
             f"at least lag.actor_updates = {self.actor_updates} (A <= N)",
         )
-        _require(self.semi_async_batches >= 1, "lag.semi_async_batches", self.semi_async_batches, "at least 1")
-        _require(self.straggler_wait_s >= 0, "lag.straggler_wait_s", self.straggler_wait_s, "at least 0")
-        _require(
+        require(self.semi_async_batches >= 1, "lag.semi_async_batches", self.semi_async_batches, "at least 1")
+        require(self.straggler_wait_s >= 0, "lag.straggler_wait_s", self.straggler_wait_s, "at least 0")
+        require(
             self.straggler_policy in ("expire", "mask"), "lag.straggler_policy", self.straggler_policy, "expire or mask"
         )
-        _require(self.slack_groups >= 0, "lag.slack_groups", self.slack_groups, "at least 0")
+        require(self.slack_groups >= 0, "lag.slack_groups", self.slack_groups, "at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,22 +110,22 @@ class EnvironmentConfig:
     call_timeout_s: float = setting(30.0, "longest one call of an environment may take before its episode fails, in s")
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             len(self.level_weights) > 0 and min(self.level_weights) >= 0 and sum(self.level_weights) > 0,
             "environment.level_weights",
             self.level_weights,
             "non-negative, and not all zero",
         )
         for level in self.demonstrated_levels:
-            _require(
+            require(
                 1 <= level <= len(self.level_weights),
                 "environment.demonstrated_levels",
                 self.demonstrated_levels,
                 f"levels are 1 to {len(self.level_weights)}",
             )
-        _require(self.max_turns >= 1, "environment.max_turns", self.max_turns, "at least 1")
-        _require(self.max_tokens >= 2, "environment.max_tokens", self.max_tokens, "at least 2")
-        _require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")
+        require(self.max_turns >= 1, "environment.max_turns", self.max_turns, "at least 1")
+        require(self.max_tokens >= 2, "environment.max_tokens", self.max_tokens, "at least 2")
+        require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,9 +139,9 @@ class RewardConfig:
     shuffle: bool = setting(False, "control experiment: permute rewards within each batch; nothing should be learnt")
 
     def __post_init__(self) -> None:
-        _require(self.final >= 0.6, "reward.final", self.final, "at least 0.6, or the parts outweigh the answer")
+        require(self.final >= 0.6, "reward.final", self.final, "at least 0.6, or the parts outweigh the answer")
         for name in ("step", "format", "tool"):
-            _require(getattr(self, name) >= 0, f"reward.{name}", getattr(self, name), "at least 0")
+            require(getattr(self, name) >= 0, f"reward.{name}", getattr(self, name), "at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,15 +155,15 @@ class WarmStartConfig:
     learning_rate: float = setting(3e-3, "peak learning rate, decayed to a tenth by a cosine")
 
     def __post_init__(self) -> None:
-        _require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, "at least 0")
-        _require(self.batch_rows >= 1, "warm_start.batch_rows", self.batch_rows, "at least 1")
-        _require(
+        require(self.num_steps >= 0, "warm_start.num_steps", self.num_steps, "at least 0")
+        require(self.batch_rows >= 1, "warm_start.batch_rows", self.batch_rows, "at least 1")
+        require(
             self.num_demonstrations >= self.batch_rows,
             "warm_start.num_demonstrations",
             self.num_demonstrations,
             f"at least warm_start.batch_rows = {self.batch_rows}",
         )
-        _require(self.learning_rate >= 0, "warm_start.learning_rate", self.learning_rate, "at least 0")
+        require(self.learning_rate >= 0, "warm_start.learning_rate", self.learning_rate, "at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,23 +195,23 @@ class LearnerConfig:
             "microbatch_rows",
             "checkpoint_every_updates",
         ):
-            _require(getattr(self, name) >= 1, f"learner.{name}", getattr(self, name), "at least 1")
-        _require(
+            require(getattr(self, name) >= 1, f"learner.{name}", getattr(self, name), "at least 1")
+        require(
             self.group_size >= 2, "learner.group_size", self.group_size, "at least 2: the advantage compares members"
         )
-        _require(self.learning_rate >= 0, "learner.learning_rate", self.learning_rate, "at least 0")
-        _require(self.lr_warmup_updates >= 0, "learner.lr_warmup_updates", self.lr_warmup_updates, "at least 0")
-        _require(
+        require(self.learning_rate >= 0, "learner.learning_rate", self.learning_rate, "at least 0")
+        require(self.lr_warmup_updates >= 0, "learner.lr_warmup_updates", self.lr_warmup_updates, "at least 0")
+        require(
             self.lr_decay_updates == 0 or self.lr_decay_updates > self.lr_warmup_updates,
             "learner.lr_decay_updates",
             self.lr_decay_updates,
             f"0, or more than learner.lr_warmup_updates = {self.lr_warmup_updates}",
         )
-        _require(0 < self.clip_range < 1, "learner.clip_range", self.clip_range, "between 0 and 1")
-        _require(self.kl_coefficient >= 0, "learner.kl_coefficient", self.kl_coefficient, "at least 0")
-        _require(self.balance_coefficient >= 0, "learner.balance_coefficient", self.balance_coefficient, "at least 0")
-        _require(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm, "more than 0")
-        _require(self.keep_checkpoints >= 1, "learner.keep_checkpoints", self.keep_checkpoints, "at least 1")
+        require(0 < self.clip_range < 1, "learner.clip_range", self.clip_range, "between 0 and 1")
+        require(self.kl_coefficient >= 0, "learner.kl_coefficient", self.kl_coefficient, "at least 0")
+        require(self.balance_coefficient >= 0, "learner.balance_coefficient", self.balance_coefficient, "at least 0")
+        require(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm, "more than 0")
+        require(self.keep_checkpoints >= 1, "learner.keep_checkpoints", self.keep_checkpoints, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,11 +224,11 @@ class ActorConfig:
     heartbeat_timeout_s: float = setting(15.0, "seconds without a heartbeat before a process counts as dead")
 
     def __post_init__(self) -> None:
-        _require(self.num_hosts >= 1, "actor.num_hosts", self.num_hosts, "at least 1")
-        _require(self.slots >= 1, "actor.slots", self.slots, "at least 1")
-        _require(self.temperature > 0, "actor.temperature", self.temperature, "more than 0")
-        _require(self.max_attempts >= 1, "actor.max_attempts", self.max_attempts, "at least 1")
-        _require(
+        require(self.num_hosts >= 1, "actor.num_hosts", self.num_hosts, "at least 1")
+        require(self.slots >= 1, "actor.slots", self.slots, "at least 1")
+        require(self.temperature > 0, "actor.temperature", self.temperature, "more than 0")
+        require(self.max_attempts >= 1, "actor.max_attempts", self.max_attempts, "at least 1")
+        require(
             0 < self.heartbeat_s < self.heartbeat_timeout_s, "actor.heartbeat_s", self.heartbeat_s, "below the timeout"
         )
 
@@ -313,10 +241,8 @@ class EvaluationConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(self.every_updates >= 1, "evaluation.every_updates", self.every_updates, "at least 1")
-        _require(
-            self.num_tasks_per_level >= 1, "evaluation.num_tasks_per_level", self.num_tasks_per_level, "at least 1"
-        )
+        require(self.every_updates >= 1, "evaluation.every_updates", self.every_updates, "at least 1")
+        require(self.num_tasks_per_level >= 1, "evaluation.num_tasks_per_level", self.num_tasks_per_level, "at least 1")
 
 
 MODES = ("sync", "semi_async", "async")
@@ -340,55 +266,55 @@ class Config:
     evaluation: EvaluationConfig = branch(EvaluationConfig)
 
     def __post_init__(self) -> None:
-        _require(self.mode in MODES, "mode", self.mode, f"use one of {', '.join(MODES)}")
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
+        require(self.mode in MODES, "mode", self.mode, f"use one of {', '.join(MODES)}")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "at least 0 and below 2**63")
         for name, value in flatten(self).items():
             numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, float)]
-            _require(all(map(math.isfinite, numbers)), name, value, "a finite number")
+            require(all(map(math.isfinite, numbers)), name, value, "a finite number")
         lag = self.effective_lag
-        _require(
+        require(
             self.weights.keep_versions > lag.token_updates // self.weights.publish_every_updates + 1,
             "weights.keep_versions",
             self.weights.keep_versions,
             f"must exceed the lag bound of {lag.token_updates} updates",
         )
-        _require(
+        require(
             self.weights.publish_every_updates <= lag.actor_updates + 1,
             "weights.publish_every_updates",
             self.weights.publish_every_updates,
             f"at most A + 1 = {lag.actor_updates + 1} in mode {self.mode}, or actors could never be fresh enough",
         )
-        _require(
+        require(
             self.mode == "async" or lag.semi_async_batches % self.weights.publish_every_updates == 0,
             "weights.publish_every_updates",
             self.weights.publish_every_updates,
             f"must divide the {lag.semi_async_batches} batches that mode {self.mode} releases together",
         )
-        _require(
+        require(
             self.learner.replay_ratio <= lag.token_updates - lag.actor_updates + 1,
             "learner.replay_ratio",
             self.learner.replay_ratio,
             f"at most N - A + 1 = {lag.token_updates - lag.actor_updates + 1}: later uses would break the lag bound",
         )
-        _require(
+        require(
             self.environment.max_tokens <= self.model.max_positions,
             "environment.max_tokens",
             self.environment.max_tokens,
             f"at most model.max_positions = {self.model.max_positions}",
         )
-        _require(
+        require(
             self.learner.pack_tokens >= self.environment.max_tokens,
             "learner.pack_tokens",
             self.learner.pack_tokens,
             f"at least environment.max_tokens = {self.environment.max_tokens}, or a trajectory fits no row",
         )
-        _require(
+        require(
             self.model.num_experts % self.mesh.expert == 0,
             "mesh.expert",
             self.mesh.expert,
             f"must divide model.num_experts = {self.model.num_experts}",
         )
-        _require(
+        require(
             self.learner.microbatch_rows % (self.mesh.data * self.mesh.fsdp) == 0,
             "learner.microbatch_rows",
             self.learner.microbatch_rows,
