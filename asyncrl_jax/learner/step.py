@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from asyncrl_jax.config import Config, LearnerConfig, ModelConfig
 from asyncrl_jax.learner import losses
 from asyncrl_jax.learner.packing import Array, PackedUpdate
-from asyncrl_jax.models.moe import Routing
+from asyncrl_jax.models.router import Routing
 from asyncrl_jax.models.sharding import batch_sharding, make_mesh, param_shardings, replicated
 from asyncrl_jax.models.transformer import DecoderOutput, Params, graph_of, init_params, merge
 

@@ -30,6 +30,7 @@ LEAF_DIMS: dict[str, tuple[str | None, ...]] = {
     "attention.k_norm": (None,),
     "moe_norm": (None,),
     "moe.router": ("hidden", None),
+    "moe.router_bias": (None,),
     "moe.gate_proj": ("experts", "hidden", "expert_hidden"),
     "moe.up_proj": ("experts", "hidden", "expert_hidden"),
     "moe.down_proj": ("experts", "expert_hidden", "hidden"),

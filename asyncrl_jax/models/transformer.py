@@ -18,7 +18,8 @@ from flax import nnx
 
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models.attention import Attention, attend, packed_mask, rms_norm
-from asyncrl_jax.models.moe import MoE, Routing
+from asyncrl_jax.models.moe import MoE
+from asyncrl_jax.models.router import RouterOptions, Routing
 
 Params = dict[str, jax.Array]
 
@@ -45,7 +46,8 @@ class Layer(nnx.Module):
         self.attention_norm = nnx.Param(jnp.ones(c.hidden_dim))
         self.attention = Attention(c.hidden_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.init_std, rngs)
         self.moe_norm = nnx.Param(jnp.ones(c.hidden_dim))
-        self.moe = MoE(c.hidden_dim, c.expert_dim, c.num_experts, c.experts_per_token, c.init_std, rngs)
+        options = RouterOptions(c.experts_per_token)
+        self.moe = MoE(c.hidden_dim, c.expert_dim, c.num_experts, options, c.init_std, rngs)
 
 
 class Decoder(nnx.Module):

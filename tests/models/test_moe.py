@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from asyncrl_jax.models.moe import Experts, moe, route
+from asyncrl_jax.models.experts import DISPATCHES, Experts, run_experts
+from asyncrl_jax.models.moe import moe
+from asyncrl_jax.models.router import RouterOptions
 
 N, D, E, A, F = 23, 8, 4, 2, 6
-jitted_moe = jax.jit(moe, static_argnames=("experts_per_token", "dispatch", "block_rows"))
+jitted_moe = jax.jit(moe, static_argnames=("options", "dispatch"))
 
 
 def softmax(x):
@@ -41,16 +43,14 @@ def layer():
     )
 
 
-def run(x_ND, router_DE, experts, *, valid_N=None, dispatch="blocked", choices=A, block_rows=4):
+def run(x_ND, router_DE, experts, *, valid_N=None, dispatch="blocked", choices=A):
     valid_N = np.ones(len(x_ND), bool) if valid_N is None else valid_N
-    return jitted_moe(
-        x_ND, valid_N, router_DE, experts, experts_per_token=choices, dispatch=dispatch, block_rows=block_rows
-    )
+    return jitted_moe(x_ND, valid_N, router_DE, experts, RouterOptions(choices), dispatch=dispatch)
 
 
-@pytest.mark.parametrize("dispatch", ["dense", "blocked"])
+@pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("choices", [1, 2, E])
-def test_both_dispatches_equal_the_loop(layer, dispatch, choices):
+def test_every_dispatch_equals_the_loop(layer, dispatch, choices):
     x, router, experts = layer
     valid = np.arange(N) % 5 != 3
     y, routing = run(x, router, experts, valid_N=jnp.asarray(valid), dispatch=dispatch, choices=choices)
@@ -61,22 +61,33 @@ def test_both_dispatches_equal_the_loop(layer, dispatch, choices):
     np.testing.assert_allclose(routing.prob_sums_E, softmax(np.asarray(x @ router))[valid].sum(0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("block_rows", [1, 4])
-def test_gradients_of_blocked_equal_those_of_dense(layer, block_rows):
+@pytest.mark.parametrize("dispatch", ["blocked", "ragged"])
+def test_gradients_of_every_dispatch_equal_those_of_dense(layer, dispatch):
     valid = jnp.arange(N) % 4 != 1
 
     def loss(x, router, experts, dispatch):
-        y, routing = run(x, router, experts, valid_N=valid, dispatch=dispatch, block_rows=block_rows)
+        y, routing = run(x, router, experts, valid_N=valid, dispatch=dispatch)
         return jnp.sum(jnp.sin(y)) + jnp.sum(routing.prob_sums_E * jnp.arange(E))
 
     gradient = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
-    for dense, blocked in zip(
-        jax.tree.leaves(gradient(*layer, "dense")), jax.tree.leaves(gradient(*layer, "blocked")), strict=True
+    for dense, other in zip(
+        jax.tree.leaves(gradient(*layer, "dense")), jax.tree.leaves(gradient(*layer, dispatch)), strict=True
     ):
-        np.testing.assert_allclose(blocked, dense, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(other, dense, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dispatch", ["dense", "blocked"])
+@pytest.mark.parametrize("block_rows", [1, 4])
+def test_the_block_size_changes_nothing(layer, block_rows):
+    x, _, experts = layer
+    ids = np.random.default_rng(1).integers(-1, E - 1, (N, A))  # the last expert gets no row, -1 is nobody
+    run_once = jax.jit(run_experts, static_argnames=("dispatch", "block_rows"))
+    weights = jnp.where(ids < 0, 0.0, 0.5)
+    small = run_once(x, ids, weights, experts, dispatch="blocked", block_rows=block_rows)
+    expected = run_once(x, ids, weights, experts, dispatch="dense")
+    np.testing.assert_allclose(small, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_moe_06_a_token_gets_the_same_beside_any_batch_mates(layer, dispatch):
     """MOE-06. All tokens choose the same experts, far more than a balanced share, and none is dropped."""
     x, _, experts = layer
@@ -97,15 +108,6 @@ def test_permuting_the_experts_permutes_nothing_else(layer):
     np.testing.assert_array_equal(of_permuted.counts_E, routing.counts_E[order])
 
 
-def test_the_router_learns_through_the_weights_of_its_choice():
-    logits = jnp.array([[2.0, 1.0, 0.0]])
-    choice, _ = route(logits, jnp.ones(1, bool), 2)
-    np.testing.assert_array_equal(choice.ids_NA, [[0, 1]])
-    np.testing.assert_allclose(choice.weights_NA, [[0.7310586, 0.2689414]], rtol=1e-6)  # renormalised over the choice
-    gradient = jax.grad(lambda x: route(x, jnp.ones(1, bool), 2)[0].weights_NA[0, 1])(logits)
-    np.testing.assert_allclose(gradient, [[-0.1966119, 0.1966119, 0.0]], atol=1e-6)
-
-
 def test_an_unknown_dispatch_is_refused(layer):
-    with pytest.raises(ValueError, match="'ragged'"):
-        run(*layer, dispatch="ragged")
+    with pytest.raises(ValueError, match="'sorted'"):
+        run(*layer, dispatch="sorted")
