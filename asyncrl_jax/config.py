@@ -14,6 +14,7 @@ from typing import Any
 from asyncrl_jax.config_leaf import branch, require, setting
 from asyncrl_jax.config_learner import LearnerConfig
 from asyncrl_jax.config_model import MeshConfig, ModelConfig
+from asyncrl_jax.config_orchestrator import OrchestratorConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,6 +218,7 @@ class Config:
     learner: LearnerConfig = branch(LearnerConfig)
     actor: ActorConfig = branch(ActorConfig)
     evaluation: EvaluationConfig = branch(EvaluationConfig)
+    orchestrator: OrchestratorConfig = branch(OrchestratorConfig)
 
     def __post_init__(self) -> None:
         require(self.mode in MODES, "mode", self.mode, f"use one of {', '.join(MODES)}")

@@ -131,6 +131,17 @@ class LearnerState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """One line of the decision log: what was decided about what, by whom, and the numbers that caused it."""
+
+    policy: str  # file of `orchestrator/policies/`, or "operator" for a human's
+    action: str  # short and stable, as "open" or "raise"
+    subject: str  # what it is about, as "N", "actor:actor-0" or "bucket:arithmetic/2"
+    reason: str  # in words
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # that caused it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationRequest:
     """Held-out tasks to be solved by one exact version."""
 

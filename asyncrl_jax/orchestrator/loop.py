@@ -122,9 +122,16 @@ class Orchestrator:
 
     def _ticket(self, ticket_id: str, line: int, decision: admission.Admission) -> Ticket:
         count = int(ticket_id.rsplit("-", 1)[1])
+        environment = self._config.environment
+        weights = {
+            curriculum.bucket_name(environment.name, level): weight
+            for level, weight in enumerate(environment.level_weights, 1)
+        }
+        task = curriculum.draw_task(weights, self._config.seed, count)
+        assert task is not None
         return Ticket(
             ticket_id=ticket_id,
-            task=curriculum.draw_task(self._config.environment, self._config.seed, count),
+            task=task,
             group_size=self._config.learner.group_size,
             line=line,
             min_update=decision.min_update,

@@ -4,14 +4,12 @@ import collections
 import dataclasses
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_jax.config import Config, EnvironmentConfig, LagConfig, WeightsConfig
+from asyncrl_jax.config import Config, LagConfig, WeightsConfig
 from asyncrl_jax.orchestrator.policies import admission
 from asyncrl_jax.orchestrator.policies.admission import Observed
-from asyncrl_jax.orchestrator.policies.curriculum import draw_task
 
 ASYNC = LagConfig(actor_updates=2, token_updates=4, slack_groups=4)
 
@@ -63,7 +61,7 @@ def test_semi_async_releases_a_period_together():
     heavy_tail=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_lag_is_bounded_and_the_run_never_deadlocks(mode, bounds, groups, replay, period, heavy_tail, seed):
+def test_orch_03_lag_is_bounded_and_the_run_never_deadlocks(mode, bounds, groups, replay, period, heavy_tail, seed):
     """ORCH-03. Actors of any speed, tickets that fail, weights as old as allowed: no lag above N, all updates done."""
     actor_updates, extra = bounds
     replay = min(replay, extra + 1) if mode == "async" else 1
@@ -114,11 +112,3 @@ def test_lag_is_bounded_and_the_run_never_deadlocks(mode, bounds, groups, replay
     assert max(lags) <= lag.token_updates
     if mode == "sync":
         assert set(lags) == {0}
-
-
-def test_levels_are_drawn_by_weight():
-    environment = EnvironmentConfig(level_weights=(1.0, 0.0, 3.0))
-    levels = collections.Counter(draw_task(environment, 0, count).level for count in range(4000))
-    assert levels[2] == 0
-    assert levels[1] / 4000 == pytest.approx(0.25, abs=0.03)
-    assert draw_task(environment, 0, 17) == draw_task(environment, 0, 17)

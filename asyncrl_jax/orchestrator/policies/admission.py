@@ -1,15 +1,24 @@
 """How many tickets to issue now, and how old their weights may be.
 
 Rule. Issued while the learner is at update u, a ticket carries `min_update` (no token of it is sampled with older
-weights) and the deadline `min_update + N` (no update after it trains on it), so a token's lag cannot exceed N whatever
-happens in between. What is outstanding stays within the updates that can still use it, and below that, just in time:
-the update under way, plus what the learner will ask for while the next groups are being sampled (Little's law), plus a
-small slack. Filling to the bound instead would make the mean lag N for ever.
+weights) and the deadline `min_update + N` (no update after it trains on it), so a token's lag cannot exceed N
+whatever happens in between. What is outstanding stays within the updates that can still use it, and below that, just
+in time: the update under way, plus what the learner will ask for while the next groups are being sampled (Little's
+law), plus a small slack. Filling to the bound instead would make the mean lag N for ever.
 
 * async: `min_update = u - A`; at most N - A + 1 updates' worth outstanding.
 * semi_async: S updates' worth are released when the previous S are done; `min_update` and deadline are those of the
   period, so N = S - 1.
 * sync: semi_async with S = 1, so every token has lag 0.
+* "wait for fresh", whatever the mode: as sync, once what was issued before is used up.
+* A deadline is the ticket's own. When N changes, tickets issued before keep theirs, so no token's lag exceeds the
+  larger of the old and the new N.
+* Whatever has ended without being trained (failed, filtered, expired, undone) is no longer outstanding, so its place
+  is given to another at the next look.
+
+Long episodes are not starved as long as the learner waits for running tickets that are due (`lag.straggler_wait_s`):
+what is issued is then trained in the same proportion, at the price of an idle learner. A wait that is too short shows
+in the outcomes by level: `asyncrl status` has the share issued and the share trained of each bucket.
 
 Source: J. D. C. Little, "A proof for the queuing formula L = λW", 1961.
 Failure mode: an overestimated service time raises the depth, and with it the lag, up to N and never past it; an
@@ -33,6 +42,9 @@ class Observed:
     outstanding_uses: int  # those uses
     update_s: float  # seconds between updates, lately; 0 if not known yet
     service_s: float  # seconds from the start of a group's sampling to its arrival, lately; 0 if not known yet
+    factor: float = 1.0  # of `watermark`, on what is aimed at below the bound
+    fresh: bool = False  # of `lag`: wait for fresh data
+    most_tickets: int | None = None  # of quotas, probes and pauses; None for no limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +77,15 @@ def decide(
       num_updates: length of the run; nothing is issued that no update could use.
     """
     update = observed.update
+    if observed.fresh:
+        mode, lag = "sync", dataclasses.replace(lag, actor_updates=0, token_updates=0, semi_async_batches=1)
     remaining = max(num_updates - update, 0) * groups_per_update
     if mode == "async":
         min_update = max(update - lag.actor_updates, 0)
         deadline = min_update + lag.token_updates
         bound = (lag.token_updates - lag.actor_updates + 1) * groups_per_update
-        target = min(bound, groups_per_update + _groups_in_service(observed, groups_per_update) + lag.slack_groups)
+        ahead = observed.factor * (_groups_in_service(observed, groups_per_update) + lag.slack_groups)
+        target = min(bound, groups_per_update + math.ceil(ahead))
     else:
         period = lag.semi_async_batches
         start = update - update % period
@@ -80,6 +95,8 @@ def decide(
     tickets = max(target - observed.outstanding_uses, 0) // replay_ratio
     if remaining:  # an update takes distinct groups, however many uses each has left
         tickets = max(tickets, groups_per_update - observed.outstanding_tickets)
+    if observed.most_tickets is not None:
+        tickets = min(tickets, observed.most_tickets)
     return Admission(tickets, min_update, deadline, target)
 
 
