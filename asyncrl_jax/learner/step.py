@@ -190,7 +190,7 @@ class _Objective:
     learner: LearnerConfig
 
     def forward(self, params: Params, batch: PackedUpdate | SupervisedBatch) -> DecoderOutput:
-        return merge(self.graph, params)(batch.tokens, batch.positions, batch.segment_ids)
+        return merge(self.graph, params).forward(batch.tokens, batch.positions, batch.segment_ids)
 
     def logprobs(self, params: Params, batch: PackedUpdate) -> tuple[jax.Array, jax.Array, Routing]:
         """(log-probs of the targets, entropy, routing) at the temperature of sampling."""
@@ -396,7 +396,7 @@ def _scorer(config: ModelConfig) -> CompiledStep:
 
     def score(params: Params, tokens_CT: jax.Array) -> jax.Array:
         positions_CT = jnp.broadcast_to(jnp.arange(tokens_CT.shape[1])[None], tokens_CT.shape)
-        logits_CTV = merge(graph, params)(tokens_CT, positions_CT, jnp.ones_like(tokens_CT)).logits_BTV
+        logits_CTV = merge(graph, params)(tokens_CT, positions_CT, jnp.ones_like(tokens_CT))
         targets = tokens_CT[:, 1:]
         return losses.token_logprobs(logits_CTV[:, :-1], targets, jnp.ones(targets.shape))[0]
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from asyncrl_jax.config import Config
-from asyncrl_jax.models.hf_names import to_hf
+from asyncrl_jax.models.hf_names import to_tensors
 from asyncrl_jax.models.sharding import make_mesh
 from asyncrl_jax.models.transformer import Params
 from asyncrl_jax.seeds import derive_seed
@@ -122,7 +122,7 @@ class Trainer:
 
     def host_weights(self) -> dict[str, np.ndarray]:
         """Copies of the weights by Hugging Face name, that no later step can touch."""
-        return to_hf(jax.tree.map(np.array, self._state.params))
+        return to_tensors(self._config.model, jax.tree.map(np.array, self._state.params))
 
     def weights_digest(self) -> str:
         """Digest of the weights as a manifest states it: equal weights, equal digest."""

@@ -1,34 +1,34 @@
-"""Models: a Qwen3-MoE decoder, its sharding, and its names in Hugging Face checkpoints."""
+"""Models: one decoder for all families, its sharding, and its Hugging Face checkpoints."""
 
-from asyncrl_jax.models.hf_names import from_hf, to_hf
+from asyncrl_jax.models.decoding import KVCache, LayerCache, decode_step, init_cache, prefill
+from asyncrl_jax.models.hf_names import from_tensors, to_tensors
 from asyncrl_jax.models.transformer import (
     Decoder,
     DecoderOutput,
-    KVCache,
     Params,
+    Trunk,
     abstract_params,
-    decode_step,
     graph_of,
-    init_cache,
     init_params,
     merge,
     params_of,
-    prefill,
 )
 
 __all__ = [
     "Decoder",
     "DecoderOutput",
     "KVCache",
+    "LayerCache",
     "Params",
+    "Trunk",
     "abstract_params",
     "decode_step",
-    "from_hf",
+    "from_tensors",
     "graph_of",
     "init_cache",
     "init_params",
     "merge",
     "params_of",
     "prefill",
-    "to_hf",
+    "to_tensors",
 ]

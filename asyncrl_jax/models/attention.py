@@ -1,77 +1,246 @@
-"""Grouped-query attention with normalised queries and keys and rotary positions, as in Qwen3.
+"""Grouped-query attention of one layer: projections, and softmax attention over packed rows or over a cache.
+
+What sets the families apart is data (`AttentionSpec`): normalised queries and keys, biases, clipping, partial rotation,
+values of another width, sliding windows and attention sinks.
 
 Dimensions: B rows, T query positions, S key positions, D hidden width, H query heads, G key/value heads, R query heads
-of one key/value head (H = G·R), K head width.
+of one key/value head (H = G·R), K width of a query or key head, U width of a value head.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from asyncrl_jax.config_model import ModelConfig
+from asyncrl_jax.models.rotary import Rotary, rotate
+
 MASKED = -1e30  # finite: a row with nothing to attend to must not become NaN
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """`x / rms(x) · scale` over the last dimension; `scale` has that dimension only."""
-    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(variance + eps) * jnp.expand_dims(scale, range(x.ndim - 1))
+    """`x / rms(x) · scale` over the last dimensions, those of `scale`; computed in float32."""
+    axes = tuple(range(-scale.ndim, 0))
+    wide = x.astype(jnp.float32)  # squares of bfloat16 lose what the mean needs
+    variance = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
+    normed = wide * jax.lax.rsqrt(variance + eps) * jnp.expand_dims(scale, range(x.ndim - scale.ndim))
+    return normed.astype(x.dtype)
 
 
-def rotate(x_BTHK: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding; pairs are (i, i + K/2), as in the Hugging Face models."""
-    half = x_BTHK.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_BTK = positions_BT[:, :, None].astype(jnp.float32) * frequencies[None, None, :]
-    cos, sin = jnp.cos(angles_BTK)[:, :, None, :], jnp.sin(angles_BTK)[:, :, None, :]
-    first, second = x_BTHK[..., :half], x_BTHK[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+# ------------------------------------------------------------------------------------------------------------- softmax
 
 
-def packed_mask(segment_ids_BT: jax.Array) -> jax.Array:
-    """bool [B, T, T]: query t may see key s when both are of one segment and s ≤ t."""
+def attend_packed(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGU: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    window: int = 0,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention within the segments of packed rows; returns [B, T, H, U].
+
+    Args:
+      q_BTHK: queries; query head h uses key/value head h // R.
+      k_BTGK: keys.
+      v_BTGU: values.
+      segment_ids_BT: int32; a position sees those of its own segment, up to itself. Segments are contiguous.
+      window: positions that one sees, itself included; 0 for all.
+      sinks_H: a logit of each head that takes probability and gives nothing.
+    """
+    mask_BTT = packed_mask(segment_ids_BT, window)
+    return _attend(q_BTHK, k_BTGK, v_BTGU, mask_BTT, sinks_H)
+
+
+def attend_cached(
+    q_BHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGU: jax.Array,
+    visible_BS: jax.Array,
+    *,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of one query of each row over its cache; returns [B, H, U].
+
+    Args:
+      q_BHK: queries.
+      k_BSGK: keys of the cache.
+      v_BSGU: values of the cache.
+      visible_BS: bool; what the query sees.
+      sinks_H: see `attend_packed`.
+    """
+    return _attend(q_BHK[:, None], k_BSGK, v_BSGU, visible_BS[:, None], sinks_H)[:, 0]
+
+
+def packed_mask(segment_ids_BT: jax.Array, window: int = 0) -> jax.Array:
+    """bool [B, T, T]: query t may see key s if both are of one segment and t − window < s ≤ t (window 0: any s ≤ t)."""
     same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    causal_TS = jnp.tril(jnp.ones((segment_ids_BT.shape[1],) * 2, bool))
-    return same_BTS & causal_TS[None]
+    distance_TS = jnp.arange(segment_ids_BT.shape[1])[:, None] - jnp.arange(segment_ids_BT.shape[1])[None, :]
+    near_TS = (distance_TS >= 0) & (distance_TS < window) if window else distance_TS >= 0
+    return same_BTS & near_TS[None]
 
 
-def attend(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """Softmax attention; returns [B, T, H, K]. Query head h uses key/value head h // R."""
+def _attend(
+    q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
+) -> jax.Array:
+    """Picks the kernel by platform: the one place that does."""
+    if jax.default_backend() == "cpu":
+        return attend_einsum(q_BTHK, k_BSGK, v_BSGU, mask_BTS, sinks_H)
+    return attend_library(q_BTHK, k_BSGK, v_BSGU, mask_BTS, sinks_H)
+
+
+def attend_einsum(
+    q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
+) -> jax.Array:
+    """Softmax attention as two products, in float32 between them; returns [B, T, H, U]. The reference, and for CPUs."""
     batch, length, num_heads, head_dim = q_BTHK.shape
     num_kv_heads = k_BSGK.shape[2]
     q_BTGRK = q_BTHK.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores_BGRTS = jnp.einsum("BTGRK,BSGK->BGRTS", q_BTGRK * head_dim**-0.5, k_BSGK)
+    scores_BGRTS = jnp.einsum("BTGRK,BSGK->BGRTS", q_BTGRK * head_dim**-0.5, k_BSGK, preferred_element_type=jnp.float32)
     scores_BGRTS = jnp.where(mask_BTS[:, None, None], scores_BGRTS, MASKED)
     # Normalising the output instead of the probabilities halves the time of the whole gradient on CPU.
-    weights_BGRTS = jnp.exp(scores_BGRTS - jax.lax.stop_gradient(jnp.max(scores_BGRTS, axis=-1, keepdims=True)))
+    largest_BGRT1 = jax.lax.stop_gradient(jnp.max(scores_BGRTS, axis=-1, keepdims=True))
+    sinks_1GR11 = None if sinks_H is None else sinks_H.reshape(1, num_kv_heads, -1, 1, 1)
+    if sinks_1GR11 is not None:
+        largest_BGRT1 = jnp.maximum(largest_BGRT1, jax.lax.stop_gradient(sinks_1GR11))
+    weights_BGRTS = jnp.exp(scores_BGRTS - largest_BGRT1)
     sums_BGRT1 = jnp.sum(weights_BGRTS, axis=-1, keepdims=True)
-    output_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", weights_BGRTS, v_BSGK) / sums_BGRT1
-    return output_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
+    if sinks_1GR11 is not None:
+        sums_BGRT1 += jnp.exp(sinks_1GR11 - largest_BGRT1)
+    output_BGRTU = jnp.einsum("BGRTS,BSGU->BGRTU", weights_BGRTS.astype(v_BSGU.dtype), v_BSGU)
+    output_BGRTU = (output_BGRTU / sums_BGRT1).astype(v_BSGU.dtype)
+    return output_BGRTU.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, -1)
+
+
+def attend_library(
+    q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
+) -> jax.Array:
+    """The same by `jax.nn.dot_product_attention`, for accelerators: cuDNN's flash attention where that applies.
+
+    The library wants keys and values of one width, so the narrower ones are padded with zeros, which changes nothing.
+    It knows no sinks, but reports the log of the sum of exponentials, from which their share follows.
+    """
+    key_dim, value_dim = k_BSGK.shape[-1], v_BSGU.shape[-1]
+    q_BTHK, k_BSGK, v_BSGU = (_pad_last(x, max(key_dim, value_dim)) for x in (q_BTHK, k_BSGK, v_BSGU))
+    attention = functools.partial(
+        jax.nn.dot_product_attention, q_BTHK, k_BSGK, v_BSGU, mask=mask_BTS[:, None], scale=key_dim**-0.5
+    )
+    if sinks_H is None:
+        return attention(implementation=_flash_where_it_applies(q_BTHK))[..., :value_dim]
+    # The log-sum of flash attention has no gradient.
+    output_BTHU, log_sums_BTH = attention(implementation="xla", return_residual=True)
+    share_BTH = jax.nn.sigmoid(log_sums_BTH.astype(jnp.float32) - sinks_H[None, None])
+    return (output_BTHU * share_BTH[..., None]).astype(v_BSGU.dtype)[..., :value_dim]
+
+
+def _flash_where_it_applies(q_BTHK: jax.Array) -> str:
+    """cuDNN takes bfloat16 and heads of up to 128, a multiple of 8."""
+    fits = q_BTHK.dtype == jnp.bfloat16 and q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128
+    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+
+
+def _pad_last(x: jax.Array, width: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+# --------------------------------------------------------------------------------------------------------- one layer
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """What one layer's attention is."""
+
+    hidden_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    rotary: Rotary
+    window: int  # positions that one sees, itself included; 0 for all
+    sinks: bool
+    value_scale: float
+    qk_norm: str
+    qkv_bias: bool
+    output_bias: bool
+    clip: float
+    norm_eps: float
+    init_std: float
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> AttentionSpec:
+        """That of layer `layer`."""
+        a, slides = config.attention, config.is_sliding(layer)
+        theta = a.sliding_rope_theta if slides and a.sliding_rope_theta else config.rope_theta
+        return cls(
+            hidden_dim=config.hidden_dim,
+            num_heads=config.num_heads,
+            num_kv_heads=a.sliding_kv_heads if slides and a.sliding_kv_heads else config.num_kv_heads,
+            head_dim=config.head_dim,
+            v_head_dim=a.v_head_dim or config.head_dim,
+            rotary=Rotary(int(config.head_dim * a.rotary_share), theta, config.rope_scaling),
+            window=a.window if slides else 0,
+            sinks=a.sinks and slides,
+            value_scale=a.value_scale,
+            qk_norm=a.qk_norm,
+            qkv_bias=a.qkv_bias,
+            output_bias=a.output_bias,
+            clip=a.clip,
+            norm_eps=config.norm_eps,
+            init_std=config.init_std,
+        )
 
 
 class Attention(nnx.Module):
-    """Projections of one attention layer."""
+    """Projections of one attention layer. Weights are float32 and used in the dtype of what they multiply."""
 
-    def __init__(self, hidden_dim: int, num_heads: int, num_kv_heads: int, head_dim: int, std: float, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(std)
-        self.q_proj = nnx.Param(init(rngs.params(), (hidden_dim, num_heads, head_dim)))
-        self.k_proj = nnx.Param(init(rngs.params(), (hidden_dim, num_kv_heads, head_dim)))
-        self.v_proj = nnx.Param(init(rngs.params(), (hidden_dim, num_kv_heads, head_dim)))
-        self.o_proj = nnx.Param(init(rngs.params(), (num_heads, head_dim, hidden_dim)))
-        self.q_norm = nnx.Param(jnp.ones(head_dim))
-        self.k_norm = nnx.Param(jnp.ones(head_dim))
+    def __init__(self, spec: AttentionSpec, rngs: nnx.Rngs):
+        s, init = spec, nnx.initializers.normal(spec.init_std)
+        self.spec = spec
+        self.q_proj = nnx.Param(init(rngs.params(), (s.hidden_dim, s.num_heads, s.head_dim)))
+        self.k_proj = nnx.Param(init(rngs.params(), (s.hidden_dim, s.num_kv_heads, s.head_dim)))
+        self.v_proj = nnx.Param(init(rngs.params(), (s.hidden_dim, s.num_kv_heads, s.v_head_dim)))
+        self.o_proj = nnx.Param(init(rngs.params(), (s.num_heads, s.v_head_dim, s.hidden_dim)))
+        if s.qkv_bias:
+            self.q_bias = nnx.Param(jnp.zeros((s.num_heads, s.head_dim)))
+            self.k_bias = nnx.Param(jnp.zeros((s.num_kv_heads, s.head_dim)))
+            self.v_bias = nnx.Param(jnp.zeros((s.num_kv_heads, s.v_head_dim)))
+        if s.output_bias:
+            self.o_bias = nnx.Param(jnp.zeros(s.hidden_dim))
+        if s.qk_norm != "none":
+            of_head = s.qk_norm == "head"
+            self.q_norm = nnx.Param(jnp.ones(s.head_dim if of_head else (s.num_heads, s.head_dim)))
+            self.k_norm = nnx.Param(jnp.ones(s.head_dim if of_head else (s.num_kv_heads, s.head_dim)))
+        if s.sinks:
+            self.sinks = nnx.Param(jnp.zeros(s.num_heads))
 
-    def project(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, theta: float, eps: float
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(q_BTHK, k_BTGK, v_BTGK), queries and keys normalised and rotated."""
-        q_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD, self.q_proj[...])
-        k_BTGK = jnp.einsum("BTD,DGK->BTGK", x_BTD, self.k_proj[...])
-        v_BTGK = jnp.einsum("BTD,DGK->BTGK", x_BTD, self.v_proj[...])
-        q_BTHK = rotate(rms_norm(q_BTHK, self.q_norm[...], eps), positions_BT, theta)
-        k_BTGK = rotate(rms_norm(k_BTGK, self.k_norm[...], eps), positions_BT, theta)
-        return q_BTHK, k_BTGK, v_BTGK
+    def project(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(q_BTHK, k_BTGK, v_BTGU), ready to attend."""
+        s, dtype = self.spec, x_BTD.dtype
+        q_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD, self.q_proj[...].astype(dtype))
+        k_BTGK = jnp.einsum("BTD,DGK->BTGK", x_BTD, self.k_proj[...].astype(dtype))
+        v_BTGU = jnp.einsum("BTD,DGU->BTGU", x_BTD, self.v_proj[...].astype(dtype))
+        if s.qkv_bias:
+            q_BTHK += self.q_bias[...].astype(dtype)[None, None]
+            k_BTGK += self.k_bias[...].astype(dtype)[None, None]
+            v_BTGU += self.v_bias[...].astype(dtype)[None, None]
+        if s.qk_norm != "none":
+            q_BTHK = rms_norm(q_BTHK, self.q_norm[...], s.norm_eps)
+            k_BTGK = rms_norm(k_BTGK, self.k_norm[...], s.norm_eps)
+        if s.clip:
+            q_BTHK, k_BTGK, v_BTGU = (jnp.clip(x, -s.clip, s.clip) for x in (q_BTHK, k_BTGK, v_BTGU))
+        q_BTHK, k_BTGK = (rotate(x, positions_BT, s.rotary) for x in (q_BTHK, k_BTGK))
+        return q_BTHK, k_BTGK, v_BTGU * s.value_scale if s.value_scale != 1.0 else v_BTGU
 
-    def output(self, heads_BTHK: jax.Array) -> jax.Array:
-        return jnp.einsum("BTHK,HKD->BTD", heads_BTHK, self.o_proj[...])
+    def sink_logits(self) -> jax.Array | None:
+        """float32 [H], or None for a layer without sinks."""
+        return self.sinks[...] if self.spec.sinks else None
+
+    def output(self, heads_BTHU: jax.Array) -> jax.Array:
+        """[B, T, D] of what the heads saw."""
+        y_BTD = jnp.einsum("BTHU,HUD->BTD", heads_BTHU, self.o_proj[...].astype(heads_BTHU.dtype))
+        return y_BTD + self.o_bias[...].astype(y_BTD.dtype)[None, None] if self.spec.output_bias else y_BTD

@@ -28,7 +28,7 @@ def moe(
     """Output of one MoE layer, and what its router did.
 
     Args:
-      x_ND: float32 tokens.
+      x_ND: tokens; the router computes in float32 whatever their dtype.
       valid_N: bool; False for padding, whose output is 0.
       router_DE: router weights.
       experts: SwiGLU weights.
@@ -41,7 +41,8 @@ def moe(
     Raises:
       ValueError: for another dispatch or router.
     """
-    choice, routing = route(x_ND @ router_DE, valid_N, options, bias_E=bias_E, replay_NA=replay_NA, noise_key=noise_key)
+    logits_NE = x_ND.astype(jnp.float32) @ router_DE
+    choice, routing = route(logits_NE, valid_N, options, bias_E=bias_E, replay_NA=replay_NA, noise_key=noise_key)
     return run_experts(x_ND, choice.ids_NA, choice.weights_NA, experts, dispatch=dispatch), routing
 
 
@@ -62,13 +63,14 @@ class MoE(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: str) -> tuple[jax.Array, Routing]:
         """Args: valid_BT: bool, False for padding; dispatch: see `moe`."""
+        dtype = x_BTD.dtype
         y_ND, routing = moe(
             x_BTD.reshape(-1, x_BTD.shape[-1]),
             valid_BT.reshape(-1),
             self.router[...],
-            Experts(self.gate_proj[...], self.up_proj[...], self.down_proj[...]),
+            Experts(*(weights[...].astype(dtype) for weights in (self.gate_proj, self.up_proj, self.down_proj))),
             self.options,
             dispatch=dispatch,
             bias_E=self.router_bias[...] if self.options.selection_bias else None,
         )
-        return y_ND.reshape(x_BTD.shape), routing
+        return y_ND.reshape(x_BTD.shape).astype(dtype), routing

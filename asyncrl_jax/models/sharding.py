@@ -16,7 +16,7 @@ from asyncrl_jax.models.transformer import abstract_params
 
 AXES = ("data", "fsdp", "expert", "tensor")
 
-# Logical dimensions of every leaf, by its name within the layer.
+# Logical dimensions of every leaf, by its name within the layer. A norm of each head lacks the dimension of the heads.
 LEAF_DIMS: dict[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", "hidden"),
     "norm": (None,),
@@ -26,8 +26,20 @@ LEAF_DIMS: dict[str, tuple[str | None, ...]] = {
     "attention.k_proj": ("hidden", "kv_heads", None),
     "attention.v_proj": ("hidden", "kv_heads", None),
     "attention.o_proj": ("heads", None, "hidden"),
-    "attention.q_norm": (None,),
-    "attention.k_norm": (None,),
+    "attention.q_bias": ("heads", None),
+    "attention.k_bias": ("kv_heads", None),
+    "attention.v_bias": ("kv_heads", None),
+    "attention.o_bias": (None,),
+    "attention.q_norm": ("heads", None),
+    "attention.k_norm": ("kv_heads", None),
+    "attention.sinks": ("heads",),
+    "mlp_norm": (None,),
+    "mlp.gate_proj": ("hidden", "mlp_hidden"),
+    "mlp.up_proj": ("hidden", "mlp_hidden"),
+    "mlp.down_proj": ("mlp_hidden", "hidden"),
+    "mlp.gate_bias": ("mlp_hidden",),
+    "mlp.up_bias": ("mlp_hidden",),
+    "mlp.down_bias": (None,),
     "moe_norm": (None,),
     "moe.router": ("hidden", None),
     "moe.router_bias": (None,),
@@ -42,6 +54,7 @@ MESH_AXIS: dict[str | None, str | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "experts": "expert",
+    "mlp_hidden": "tensor",
     "expert_hidden": "tensor",
     "vocab": "tensor",
     None: None,
@@ -74,7 +87,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, NamedSharding]
     """
     shardings = {}
     for name, leaf in abstract_params(config).items():
-        dims = LEAF_DIMS[name.split(".", 2)[2] if name.startswith("layers.") else name]
+        dims = LEAF_DIMS[name.split(".", 2)[2] if name.startswith("layers.") else name][-leaf.ndim :]
         axes = tuple(MESH_AXIS[dim] for dim in dims)
         for dim, axis, size in zip(dims, axes, leaf.shape, strict=True):
             if axis is not None and size % mesh.shape[axis]:

@@ -1,15 +1,17 @@
-"""A decoder of the Qwen3-MoE architecture, in fp32: training on packed rows, and cached decoding for the engine.
+"""The decoder of every family: training on packed rows, and cached decoding for the engine (`decoding.py`).
 
 Parameters travel as a flat dict by dotted name (`"layers.0.moe.gate_proj"`): `params_of` takes them out of a decoder,
-and `merge(graph_of(config), params)` puts them back, inside or outside of `jit`.
+and `merge(graph_of(config), params)` puts them back, inside or outside of `jit`. They are float32; products are
+computed in `compute_dtype`, and norms, rotary angles, router and softmax in float32 all the same.
 
-Dimensions: B rows, T positions of a row, S positions of the cache, L layers, D hidden width, G key/value heads, K head
-width, E experts, V vocabulary.
+Dimensions: B rows, T positions of a row, L layers with experts, D hidden width, E experts, V vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from asyncrl_jax.config import ModelConfig
-from asyncrl_jax.models.attention import Attention, attend, packed_mask, rms_norm
+from asyncrl_jax.models.attention import Attention, AttentionSpec, attend_packed, rms_norm
+from asyncrl_jax.models.mlp import MLP
 from asyncrl_jax.models.moe import MoE
 from asyncrl_jax.models.router import RouterOptions, Routing
 
@@ -28,30 +31,47 @@ class DecoderOutput(NamedTuple):
     """What a forward pass gives."""
 
     logits_BTV: jax.Array  # float32; position t predicts token t + 1
-    routing: Routing  # every field stacked over layers: counts [L, E], prob_sums [L, E], num_tokens [L]
+    routing: Routing  # every field stacked over layers with experts: counts and prob_sums [L, E], others [L]
 
 
-class KVCache(NamedTuple):
-    """Keys and values of B sequences; position s of a sequence is at s."""
+class Trunk(NamedTuple):
+    """What a forward pass gives before the head."""
 
-    k_LBSGK: jax.Array
-    v_LBSGK: jax.Array
+    x_BTD: jax.Array  # normalised, in the compute dtype: the head's input
+    routing: Routing  # as in `DecoderOutput`
 
 
 class Layer(nnx.Module):
-    """Attention and MoE, each behind a norm and added to the residual stream."""
+    """Attention and experts or an MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, index: int, rngs: nnx.Rngs):
         c = config
+        self.norm_eps = c.norm_eps
+        self.is_moe = c.is_moe(index)
         self.attention_norm = nnx.Param(jnp.ones(c.hidden_dim))
-        self.attention = Attention(c.hidden_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.init_std, rngs)
-        self.moe_norm = nnx.Param(jnp.ones(c.hidden_dim))
-        options = RouterOptions(c.experts_per_token)
-        self.moe = MoE(c.hidden_dim, c.expert_dim, c.num_experts, options, c.init_std, rngs)
+        self.attention = Attention(AttentionSpec.of(c, index), rngs)
+        if self.is_moe:
+            self.moe_norm = nnx.Param(jnp.ones(c.hidden_dim))
+            options = RouterOptions(c.experts_per_token, **dataclasses.asdict(c.router))
+            self.moe = MoE(c.hidden_dim, c.expert_dim, c.num_experts, options, c.init_std, rngs)
+        else:
+            self.mlp_norm = nnx.Param(jnp.ones(c.hidden_dim))
+            self.mlp = MLP(c.hidden_dim, c.mlp_dim, bias=c.mlp_bias, std=c.init_std, rngs=rngs)
+
+    def normed(self, x_BTD: jax.Array) -> jax.Array:
+        """The attention's input."""
+        return rms_norm(x_BTD, self.attention_norm[...], self.norm_eps)
+
+    def feed_forward(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: str) -> tuple[jax.Array, Routing | None]:
+        """(what experts or MLP add to the residual stream, what the router did)."""
+        if not self.is_moe:
+            return self.mlp(rms_norm(x_BTD, self.mlp_norm[...], self.norm_eps)), None
+        y_BTD, routing = self.moe(rms_norm(x_BTD, self.moe_norm[...], self.norm_eps), valid_BT, dispatch)
+        return y_BTD, routing
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, norm and an untied head.
+    """Embedding, layers, norm and head.
 
     `Decoder(config, rngs=nnx.Rngs(seed))` is random; the same seed gives the same weights.
     """
@@ -60,12 +80,24 @@ class Decoder(nnx.Module):
         init = nnx.initializers.normal(config.init_std)
         self.config = config
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_dim)))
-        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, index, rngs) for index in range(config.num_layers)])
         self.norm = nnx.Param(jnp.ones(config.hidden_dim))
-        self.lm_head = nnx.Param(init(rngs.params(), (config.hidden_dim, config.vocab_size)))
+        if not config.tie_embeddings:
+            self.lm_head = nnx.Param(init(rngs.params(), (config.hidden_dim, config.vocab_size)))
 
-    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> DecoderOutput:
-        """Logits of packed rows.
+    def __call__(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, segment_ids_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """float32 logits [B, T, V]; see `forward`. Left out, positions count from 0 and a row is one sequence."""
+        tokens_BT = jnp.asarray(tokens_BT)
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+        if segment_ids_BT is None:
+            segment_ids_BT = jnp.ones_like(tokens_BT)
+        return self.forward(tokens_BT, positions_BT, segment_ids_BT).logits_BTV
+
+    def forward(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> DecoderOutput:
+        """Logits of packed rows, and what the routers did.
 
         Args:
           tokens_BT: int32.
@@ -73,89 +105,61 @@ class Decoder(nnx.Module):
           segment_ids_BT: int32; tokens of one sequence share an id, and 0 is padding: it is seen by no sequence, is
             routed nowhere and counts nowhere.
         """
-        mask_BTT = packed_mask(segment_ids_BT)
-        x_BTD, routing, _ = self.run_layers(tokens_BT, positions_BT, segment_ids_BT > 0, mask_BTT, self.config.dispatch)
+        x_BTD, routing = self.trunk(tokens_BT, positions_BT, segment_ids_BT)
         return DecoderOutput(self.head(x_BTD), routing)
 
-    def run_layers(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, valid_BT: jax.Array, mask_BTT: jax.Array, dispatch: str
-    ) -> tuple[jax.Array, Routing, KVCache]:
-        """Embedding and all layers: (x_BTD, routing, keys and values of every layer)."""
-        config = self.config
-        x_BTD = jnp.take(self.embedding[...], tokens_BT, axis=0)
-        routings, caches = [], []
+    def trunk(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> Trunk:
+        """All but the head, whose logits are the largest array of a step. Arguments as in `forward`."""
+
+        def run(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, Routing | None]:
+            q, k, v = layer.attention.project(layer.normed(x_BTD), positions_BT)
+            spec, sinks_H = layer.attention.spec, layer.attention.sink_logits()
+            heads_BTHU = attend_packed(q, k, v, segment_ids_BT, window=spec.window, sinks_H=sinks_H)
+            x_BTD += layer.attention.output(heads_BTHU)
+            y_BTD, routing = layer.feed_forward(x_BTD, segment_ids_BT > 0, self.config.dispatch)
+            return x_BTD + y_BTD, routing
+
+        x_BTD = self.embed(tokens_BT)
+        routings = []
         for layer in self.layers:
-            h_BTD = rms_norm(x_BTD, layer.attention_norm[...], config.norm_eps)
-            q_BTHK, k_BTGK, v_BTGK = layer.attention.project(h_BTD, positions_BT, config.rope_theta, config.norm_eps)
-            x_BTD += layer.attention.output(attend(q_BTHK, k_BTGK, v_BTGK, mask_BTT))
-            y_BTD, routing = layer.moe(rms_norm(x_BTD, layer.moe_norm[...], config.norm_eps), valid_BT, dispatch)
-            x_BTD += y_BTD
+            x_BTD, routing = _recomputed(functools.partial(run, layer), self.config.remat)(x_BTD)
             routings.append(routing)
-            caches.append(KVCache(k_BTGK, v_BTGK))
-        stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
-        return x_BTD, stack(*routings), stack(*caches)
+        return Trunk(self.final_norm(x_BTD), stack_routing(self.config, routings))
 
-    def head(self, x_BTD: jax.Array) -> jax.Array:
-        """Logits of the last layer's output."""
-        return rms_norm(x_BTD, self.norm[...], self.config.norm_eps) @ self.lm_head[...]
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Rows of the embedding, in the compute dtype."""
+        return jnp.take(self.embedding[...], tokens, axis=0).astype(self.config.compute_dtype)
 
+    def final_norm(self, x_BTD: jax.Array) -> jax.Array:
+        """The head's input."""
+        return rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
 
-def init_cache(config: ModelConfig, batch: int, length: int) -> KVCache:
-    """An empty cache for `batch` sequences of up to `length` tokens."""
-    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
-    return KVCache(jnp.zeros(shape), jnp.zeros(shape))
+    def head(self, x: jax.Array) -> jax.Array:
+        """float32 logits of normalised outputs [..., D]."""
+        return jnp.matmul(x, self.head_DV.astype(x.dtype), preferred_element_type=jnp.float32)
 
-
-def prefill(decoder: Decoder, tokens_BS: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, KVCache]:
-    """Logits of whole sequences, and a cache of S positions to decode on from.
-
-    Args:
-      decoder: the model.
-      tokens_BS: int32, left-aligned; what follows a sequence's length is ignored.
-      lengths_B: int32, tokens of each sequence; 0 for an unused slot.
-
-    Returns:
-      (logits_BSV, cache). Logits and cache past a sequence's length have no meaning.
-    """
-    batch, length = tokens_BS.shape
-    positions_BS = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
-    valid_BS = positions_BS < lengths_B[:, None]
-    mask_BSS = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool))[None], (batch, length, length))
-    x_BSD, _, cache = decoder.run_layers(tokens_BS, positions_BS, valid_BS, mask_BSS, "dense")
-    return decoder.head(x_BSD), cache
+    @property
+    def head_DV(self) -> jax.Array:
+        """Weights of the head."""
+        return self.embedding[...].T if self.config.tie_embeddings else self.lm_head[...]
 
 
-def decode_step(
-    decoder: Decoder, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache
-) -> tuple[jax.Array, KVCache]:
-    """One token of every sequence: its keys and values enter the cache, and its logits predict the next token.
+def _recomputed(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """`function`, whose backward pass computes again what `remat` says instead of keeping it."""
+    if remat == "none":
+        return function
+    keep_dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(function, policy=keep_dots if remat == "dots" else None)
 
-    Args:
-      decoder: the model.
-      tokens_B: int32.
-      positions_B: int32; position of the token in its own sequence, each below the cache's length. The cache must hold
-        all earlier positions; what it holds later is not seen.
-      cache: see `init_cache`; donate it to `jit` to have it updated in place.
 
-    Returns:
-      (logits_BV, cache).
-    """
-    config = decoder.config
-    k_LBSGK, v_LBSGK = cache
-    batch, length = k_LBSGK.shape[1:3]
-    rows_B, positions_B1 = jnp.arange(batch), positions_B[:, None]
-    mask_B1S = jnp.arange(length)[None, None, :] <= positions_B[:, None, None]
-    valid_B1 = jnp.ones((batch, 1), bool)
-    x_B1D = jnp.take(decoder.embedding[...], tokens_B, axis=0)[:, None]
-    for i, layer in enumerate(decoder.layers):
-        h_B1D = rms_norm(x_B1D, layer.attention_norm[...], config.norm_eps)
-        q_B1HK, k_B1GK, v_B1GK = layer.attention.project(h_B1D, positions_B1, config.rope_theta, config.norm_eps)
-        k_LBSGK = k_LBSGK.at[i, rows_B, positions_B].set(k_B1GK[:, 0])
-        v_LBSGK = v_LBSGK.at[i, rows_B, positions_B].set(v_B1GK[:, 0])
-        x_B1D += layer.attention.output(attend(q_B1HK, k_LBSGK[i], v_LBSGK[i], mask_B1S))
-        y_B1D, _ = layer.moe(rms_norm(x_B1D, layer.moe_norm[...], config.norm_eps), valid_B1, "dense")
-        x_B1D += y_B1D
-    return decoder.head(x_B1D)[:, 0], KVCache(k_LBSGK, v_LBSGK)
+def stack_routing(config: ModelConfig, routings: Sequence[Routing | None]) -> Routing:
+    """That of all layers with experts; of no layers for a dense model."""
+    of_moe = [routing for routing in routings if routing is not None]
+    if of_moe:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_moe)
+    per_expert = {"counts_E", "prob_sums_E"}
+    shapes = [(0, config.num_experts) if name in per_expert else (0,) for name in Routing._fields]
+    return Routing(*map(jnp.zeros, shapes))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl_jax.actor.engines.jax_engine import JaxEngine
 from asyncrl_jax.config import ModelConfig
-from asyncrl_jax.models import graph_of, init_params, merge, to_hf
+from asyncrl_jax.models import graph_of, init_params, merge, to_tensors
 from asyncrl_jax.weights.manifest import Canary, Leaf, Manifest
 
 MODEL = ModelConfig(
@@ -31,7 +31,7 @@ MAX_TOKENS = 32
 @jax.jit
 def _logits(params, tokens_1T, segment_ids_1T):
     positions_1T = jnp.arange(MAX_TOKENS, dtype=jnp.int32)[None]
-    return merge(graph_of(MODEL), params)(tokens_1T, positions_1T, segment_ids_1T).logits_BTV[0]
+    return merge(graph_of(MODEL), params)(tokens_1T, positions_1T, segment_ids_1T)[0]
 
 
 def full_logits(params, tokens):
@@ -56,7 +56,7 @@ def make_version(number):
     params = init_params(MODEL, number)
     tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (4, 12)).astype(np.int32)
     logprobs = np.stack([full_logprobs(params, row) for row in tokens]).astype(np.float32)
-    tensors = {name: np.asarray(value) for name, value in to_hf(params).items()}
+    tensors = {name: np.asarray(value) for name, value in to_tensors(MODEL, params).items()}
     leaves = tuple(Leaf.of(name, tensors[name]) for name in sorted(tensors))
     manifest = Manifest(
         number=number,

@@ -62,7 +62,7 @@ def written_out_loss(params, groups, config):
     temperatures = np.array([temperature for _, temperature in trajectories], np.float32)
 
     def logprobs(params):
-        output = merge(graph, params)(tokens, np.tile(np.arange(width), (len(tokens), 1)), segments)
+        output = merge(graph, params).forward(tokens, np.tile(np.arange(width), (len(tokens), 1)), segments)
         scaled = jax.nn.log_softmax(output.logits_BTV / temperatures[:, None, None])[:, :-1]
         return jnp.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0], output.routing
 
@@ -176,7 +176,7 @@ def test_mis_03_tokens_sampled_by_these_weights_have_ratio_1():
     def sampled_logprobs(params, temperature):
         shape = (-1, packed.tokens.shape[-1])
         inputs = (jnp.reshape(x, shape) for x in (packed.tokens, packed.positions, packed.segment_ids))
-        logits = merge(graph_of(config.model), params)(*inputs).logits_BTV
+        logits = merge(graph_of(config.model), params)(*inputs)
         scaled = jax.nn.log_softmax(logits / jnp.reshape(temperature, (*logits.shape[:2], 1)))
         return jnp.take_along_axis(scaled, jnp.reshape(packed.targets, (*logits.shape[:2], 1)), axis=-1)
 
@@ -224,7 +224,7 @@ def test_the_learning_rate_rises_linearly_then_stays_or_falls():
 def test_a_canary_is_the_logprob_of_each_next_token():
     """Each from a forward pass over the tokens before it alone."""
     params, tokens = reference_params(), np.array([[1, 5, 2, 9], [0, 0, 3, 3]])
-    forward = jax.jit(lambda *args: merge(graph_of(tiny_config().model), params)(*args).logits_BTV)
+    forward = jax.jit(lambda *args: merge(graph_of(tiny_config().model), params)(*args))
     expected = np.zeros((2, 3))
     for t in range(3):
         before = np.tile(np.arange(4) <= t, (2, 1))

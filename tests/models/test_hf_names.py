@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from asyncrl_jax.config import ModelConfig
-from asyncrl_jax.models import from_hf, init_params, to_hf
+from asyncrl_jax.models import from_tensors, init_params, to_tensors
 
 CONFIG = ModelConfig(num_layers=2, hidden_dim=8, num_heads=4, num_kv_heads=2, head_dim=6, num_experts=3, expert_dim=5)
 
@@ -14,7 +14,7 @@ def params():
 
 @pytest.fixture
 def tensors(params):
-    return {name: np.asarray(value) for name, value in to_hf(params).items()}
+    return {name: np.asarray(value) for name, value in to_tensors(CONFIG, params).items()}
 
 
 def test_names_and_shapes_are_those_of_a_stacked_qwen3_moe_checkpoint(tensors):
@@ -54,7 +54,7 @@ def test_a_layers_tensors_stand_together(tensors):
 
 
 def test_the_round_trip_is_exact(params, tensors):
-    back = from_hf(CONFIG, tensors)
+    back = from_tensors(CONFIG, tensors)
     assert back.keys() == params.keys()
     for name, value in params.items():
         np.testing.assert_array_equal(back[name], value, strict=True)
@@ -71,9 +71,9 @@ def test_the_round_trip_is_exact(params, tensors):
 def test_errors_name_the_leaf(tensors, change, message):
     change(tensors)
     with pytest.raises(ValueError, match=message):
-        from_hf(CONFIG, tensors)
+        from_tensors(CONFIG, tensors)
 
 
 def test_an_unknown_leaf_is_refused():
     with pytest.raises(ValueError, match=r"'layers\.0\.bias'"):
-        to_hf({"layers.0.bias": np.zeros(3)})
+        to_tensors(CONFIG, {"layers.0.bias": np.zeros(3)})

@@ -34,7 +34,7 @@ def tokens_BT():
 
 @functools.partial(jax.jit, static_argnames="config")
 def forward(params, tokens_BT, positions_BT, segment_ids_BT, config=CONFIG):
-    return merge(graph_of(config), params)(tokens_BT, positions_BT, segment_ids_BT)
+    return merge(graph_of(config), params).forward(tokens_BT, positions_BT, segment_ids_BT)
 
 
 def logits_of(params, tokens_BT, config=CONFIG):

@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncrl_jax.actor.engines.base import Completion
 from asyncrl_jax.config import ModelConfig
-from asyncrl_jax.models import KVCache, Params, decode_step, from_hf, graph_of, init_cache, merge, prefill
+from asyncrl_jax.models import KVCache, Params, decode_step, from_tensors, graph_of, init_cache, merge, prefill
 from asyncrl_jax.weights.manifest import Manifest, WeightsMismatch, check_canary
 
 _PREFILL_ROWS = 16  # more rows fall out of a CPU's cache: 4 × 16 rows take half the time of 64
@@ -67,7 +67,7 @@ def _programs(config: ModelConfig) -> _Programs:
 
     def insert(cache: KVCache, rows: KVCache, start: jax.Array) -> KVCache:
         """Puts a cache of C rows into a cache of B, from slot `start` on."""
-        return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1), cache, rows)
+        return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0), cache, rows)
 
     return _Programs(jax.jit(step, donate_argnums=1), jax.jit(score), jax.jit(insert, donate_argnums=0))
 
@@ -253,7 +253,7 @@ class JaxEngine:
           WeightsMismatch: with reason "leaves", "canary" or "continuation".
         """
         try:
-            params = from_hf(self._config, tensors)
+            params = from_tensors(self._config, tensors)
         except ValueError as error:
             raise WeightsMismatch("leaves", f"v{manifest.number}: {error}") from error
         canary_CT = manifest.canary.tokens

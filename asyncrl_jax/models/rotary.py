@@ -1,0 +1,50 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) with the frequency scalings of Hugging Face's models.
+
+Dimensions: B rows, T positions, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asyncrl_jax.config_model import RopeScalingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotation of the first `dim` of a head's dimensions; the others pass through."""
+
+    dim: int
+    theta: float
+    scaling: RopeScalingConfig
+
+    def frequencies(self) -> np.ndarray:
+        """float32 [dim / 2], in radians a position."""
+        frequencies = self.theta ** (-np.arange(0, self.dim, 2) / self.dim)
+        if self.scaling.kind == "linear":
+            frequencies = frequencies / self.scaling.factor
+        if self.scaling.kind == "llama3":
+            frequencies = _llama3(frequencies, self.scaling)
+        return frequencies.astype(np.float32)
+
+
+def _llama3(frequencies: np.ndarray, scaling: RopeScalingConfig) -> np.ndarray:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones are not, and between them it is blended."""
+    turns = scaling.original_positions * frequencies / (2 * np.pi)  # in the context length of the pretraining
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def rotate(x_BTHK: jax.Array, positions_BT: jax.Array, rotary: Rotary) -> jax.Array:
+    """Rotates each head by its position; pairs are (i, i + dim / 2). Angles are float32 in any dtype of `x`."""
+    half = rotary.dim // 2
+    angles_BTK = positions_BT[:, :, None].astype(jnp.float32) * rotary.frequencies()[None, None, :]
+    cos, sin = jnp.cos(angles_BTK)[:, :, None, :], jnp.sin(angles_BTK)[:, :, None, :]
+    first, second = (part.astype(jnp.float32) for part in (x_BTHK[..., :half], x_BTHK[..., half : rotary.dim]))
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*(part.astype(x_BTHK.dtype) for part in turned), x_BTHK[..., rotary.dim :]], axis=-1)
