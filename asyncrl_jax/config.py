@@ -84,6 +84,9 @@ class LagConfig:
         20.0, "longest wait for running tickets before an update passes their deadline, in s"
     )
     straggler_policy: str = setting("expire", "then: expire (the group is dropped) or mask (its over-age tokens are)")
+    ticket_timeout_s: float = setting(
+        1800.0, "seconds without an answer after which a running ticket is given up as failed, and replaced; 0: never"
+    )
     slack_groups: int = setting(4, "groups kept queued beyond what Little's law asks, so that the learner is fed")
 
     def __post_init__(self) -> None:
@@ -99,6 +102,7 @@ class LagConfig:
         require(
             self.straggler_policy in ("expire", "mask"), "lag.straggler_policy", self.straggler_policy, "expire or mask"
         )
+        require(self.ticket_timeout_s >= 0, "lag.ticket_timeout_s", self.ticket_timeout_s, "at least 0; 0 for never")
         require(self.slack_groups >= 0, "lag.slack_groups", self.slack_groups, "at least 0")
 
 

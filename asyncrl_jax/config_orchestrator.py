@@ -125,7 +125,7 @@ class BreakerConfig:
     max_cooldown_s: float = setting(300.0, "longest time between probes, in s")
     probes: int = setting(2, "probes that must succeed, without a fault between, before a breaker closes")
     slow_factor: float = setting(5.0, "episodes this many times slower than usual open a breaker")
-    stall_s: float = setting(60.0, "seconds an actor with work may go without a token before it counts as dead")
+    stall_s: float = setting(120.0, "seconds an actor with work may go without a token before it counts as dead")
     max_replacements: int = setting(3, "times one actor is replaced in an hour; then it is left out and an alarm stays")
     min_healthy_actors: int = setting(1, "actors that stay in service whatever their faults")
 
@@ -195,7 +195,7 @@ class RegressionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OrchestratorConfig:
-    lease_s: float = setting(3.0, "seconds a leader may be silent before a standby takes over")
+    lease_s: float = setting(2.0, "seconds a leader may be silent before a standby takes over")
     policy_interval_s: float = setting(1.0, "seconds between looks at everything but admission")
     decisions_kept: int = setting(1000, "newest decisions kept in Redis; older ones are in <run_dir>/decisions/")
     watermark: WatermarkConfig = branch(WatermarkConfig)

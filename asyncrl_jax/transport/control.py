@@ -1,23 +1,34 @@
 """Control state in Redis: epoch, versions, leases, heartbeats, redo log, evaluations, phase, the orchestrator's memory.
 
-Times of leases and heartbeats are the server's, so the clocks of hosts need not agree.
+Times of leases and heartbeats are the server's, so the clocks of hosts need not agree. What is no JSON, or no record of
+its kind, is left out by every reader and named in the log: a hand in Redis must not end a run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import logging
 import time
+import typing
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
-from asyncrl_jax.transport import scripts
+from asyncrl_jax.transport import fencing, scripts
 from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.steering import parse
 from asyncrl_jax.types import EvaluationRequest, EvaluationResult, LearnerState, Line, WeightVersion
 
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
 PHASES = ("running", "finishing", "finished", "stopping")
+
+# KEYS: key. ARGV: value.
+_SET = "redis.call('SET', KEYS[1], ARGV[1]) return 1"
 
 
 def _dump(value: Any) -> str:
@@ -25,9 +36,13 @@ def _dump(value: Any) -> str:
 
 
 class Control:
-    """The state that roles share. Every write is one atomic step and safe to repeat."""
+    """The state that roles share. Every write is one atomic step and safe to repeat.
 
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+    With a fence, the orchestrator's writes (phase, evaluations asked for) belong to one leadership and raise Deposed
+    when another orchestrator leads.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, fence: fencing.Fence | None = None) -> None:
         self._redis: Any = client  # Any: redis-py types a reply for all client settings at once
         self._keys = keys
         self._announce = self._redis.register_script(scripts.ANNOUNCE)
@@ -38,7 +53,8 @@ class Control:
         self._leased = self._redis.register_script(scripts.LEASED)
         self._beat = self._redis.register_script(scripts.BEAT)
         self._beating = self._redis.register_script(scripts.BEATING)
-        self._request = self._redis.register_script(scripts.REQUEST_EVALUATION)
+        self._request = fencing.register(client, scripts.REQUEST_EVALUATION, fence)
+        self._set = fencing.register(client, _SET, fence)
         self._claim = self._redis.register_script(scripts.CLAIM_EVALUATION)
         self._renew = self._redis.register_script(scripts.RENEW_EVALUATION)
         self._report = self._redis.register_script(scripts.REPORT_EVALUATION)
@@ -77,21 +93,13 @@ class Control:
         """Raises: ValueError: for a phase that isn't one of PHASES."""
         if phase not in PHASES:
             raise ValueError(f"phase {phase!r}: use one of {', '.join(PHASES)}")
-        self._redis.set(self._keys.phase, phase)
+        self._set(keys=[self._keys.phase], args=[phase])
 
     def phase(self) -> str:
         """The phase of the run; "running" when none was set."""
         value = self._redis.get(self._keys.phase)
-        return "running" if value is None else value.decode()
-
-    def put_json(self, name: str, value: Any) -> None:
-        """Remembers a JSON value under a name."""
-        self._redis.hset(self._keys.state, name, json.dumps(value))
-
-    def get_json(self, name: str) -> Any:
-        """What `put_json` stored, or None."""
-        value = self._redis.hget(self._keys.state, name)
-        return None if value is None else json.loads(value)
+        phase = "running" if value is None else value.decode(errors="replace")
+        return phase if phase in PHASES else "running"
 
     def set_learner(self, state: LearnerState) -> None:
         """States the learner's progress."""
@@ -100,7 +108,7 @@ class Control:
     def learner(self) -> LearnerState | None:
         """The learner's progress, or None before it stated any."""
         value = self._redis.get(self._keys.learner)
-        return None if value is None else LearnerState(**json.loads(value))
+        return _record(LearnerState, value)
 
     # --- Versions and lines ---
 
@@ -127,18 +135,18 @@ class Control:
     def latest(self) -> WeightVersion | None:
         """The version that actors load, or None before the first announcement."""
         value = self._redis.get(self._keys.latest)
-        return None if value is None else self.version(int(value))
+        return self.version(int(value)) if value is not None and value.isdigit() else None
 
     def version(self, number: int) -> WeightVersion | None:
         """A version by number, or None if it was never announced or is forgotten."""
         value = self._redis.hget(self._keys.versions, str(number))
-        return None if value is None else WeightVersion(**json.loads(value))
+        return _record(WeightVersion, value)
 
     def versions(self) -> dict[int, WeightVersion]:
         """Every version announced and not forgotten, by number in rising order."""
         values = self._redis.hgetall(self._keys.versions)
-        found = {int(number): WeightVersion(**json.loads(value)) for number, value in values.items()}
-        return dict(sorted(found.items()))
+        found = [version for value in values.values() if (version := _record(WeightVersion, value)) is not None]
+        return {version.number: version for version in sorted(found, key=lambda version: version.number)}
 
     def forget_versions(self, numbers: Iterable[int]) -> list[int]:
         """Removes versions, except the latest and those under a lease. Returns the numbers that are gone.
@@ -155,14 +163,14 @@ class Control:
     def add_line(self, line: Line) -> None:
         """Raises: RuntimeError: if the number stands for another line already."""
         existing = self._add_once(keys=[self._keys.lines], args=[line.line, _dump(line)])
-        if Line(**json.loads(existing)) != line:
+        if _record(Line, existing) != line:
             raise RuntimeError(f"line {line.line} exists already, as {existing.decode()}; now {line}")
 
     def lines(self) -> dict[int, Line]:
         """Every line by number; line 0 always."""
         values = self._redis.hgetall(self._keys.lines)
-        lines = {int(number): Line(**json.loads(value)) for number, value in values.items()}
-        return {0: Line(0)} | lines
+        found = [line for value in values.values() if (line := _record(Line, value)) is not None]
+        return {0: Line(0)} | {line.line: line for line in found}
 
     # --- Leases and heartbeats ---
 
@@ -191,9 +199,16 @@ class Control:
         flat = self._beating(keys=[self._keys.heartbeats, self._keys.heartbeat_expiry])
         alive = {}
         for name, payload in zip(flat[::2], flat[1::2], strict=True):
-            role, instance = name.decode().split(" ")
-            alive[role, instance] = json.loads(payload)
+            role, _, instance = name.decode(errors="replace").partition(" ")
+            values = parse(payload, f"the heartbeat of {name!r}")
+            if instance and isinstance(values, dict):
+                alive[role, instance] = values
         return alive
+
+    def heartbeat(self, role: str, instance: str) -> dict[str, Any]:
+        """The newest payload of one instance, alive or not; empty if there is none."""
+        values = parse(self._redis.hget(self._keys.heartbeats, f"{role} {instance}"), f"the heartbeat of {role}")
+        return values if isinstance(values, dict) else {}
 
     # --- Redo log ---
 
@@ -207,7 +222,8 @@ class Control:
     def redo(self, after_update: int) -> list[dict[str, Any]]:
         """Payloads of the updates after `after_update`, in order, each with its `update`."""
         members = self._redis.zrangebyscore(self._keys.redo, f"({after_update}", "+inf")
-        return [{**(record := json.loads(member))["payload"], "update": record["update"]} for member in members]
+        records = [parse(member, "a redo entry") for member in members]
+        return [{**r["payload"], "update": r["update"]} for r in records if isinstance(r, dict) and "payload" in r]
 
     def trim_redo(self, upto_update: int) -> None:
         """Drops updates up to and including `upto_update`: a durable checkpoint holds them."""
@@ -223,7 +239,7 @@ class Control:
     def claim_evaluation(self, holder: str, lease_s: float) -> EvaluationRequest | None:
         """The evaluation this holder works on already, else the oldest that nobody does; None if there is none."""
         found = self._claim(keys=self._evaluation_keys(), args=[holder, lease_s])
-        return None if found is None else EvaluationRequest(**json.loads(found))
+        return _record(EvaluationRequest, found)
 
     def renew_evaluation(self, evaluation_id: str, holder: str, lease_s: float) -> bool:
         """Extends the holder's lease. False if another holder has it or the result is in: stop working on it."""
@@ -239,17 +255,17 @@ class Control:
         """All results, by update count."""
         results = []
         for value in self._redis.hvals(self._keys.evaluation_results):
-            record = json.loads(value)
-            for name in ("num_tasks", "num_successes"):  # JSON made strings of the levels
-                record[name] = {int(level): count for level, count in record[name].items()}
-            results.append(EvaluationResult(**record))
+            result = _record(EvaluationResult, value)
+            if result is not None:  # JSON made strings of the levels
+                tasks, successes = _by_level(result.num_tasks), _by_level(result.num_successes)
+                results.append(dataclasses.replace(result, num_tasks=tasks, num_successes=successes))
         return sorted(results, key=lambda result: (result.update, result.evaluation_id))
 
     def pending_evaluations(self) -> list[EvaluationRequest]:
         """Requests without a result, by update count."""
         waiting = self._redis.zrange(self._keys.evaluation_queue, 0, -1)
         values = self._redis.hmget(self._keys.evaluation_requests, waiting) if waiting else []
-        return [EvaluationRequest(**json.loads(value)) for value in values if value is not None]
+        return [request for value in values if (request := _record(EvaluationRequest, value)) is not None]
 
     def _evaluation_keys(self) -> list[str]:
         keys = self._keys
@@ -260,6 +276,32 @@ class Control:
             keys.evaluation_expiry,
             keys.evaluation_results,
         ]
+
+
+def _record(kind: type[_T], value: bytes | None) -> _T | None:
+    """A record of this kind; None, and a line in the log, for anything else. Unknown fields are dropped."""
+    found = parse(value, f"a {kind.__name__}")
+    if not isinstance(found, dict):
+        return None
+    hints = _hints(kind)
+    given = {name: field for name, field in found.items() if name in hints}
+    wrong = [name for name, one in given.items() if hints[name] in (int, str) and type(one) is not hints[name]]
+    try:
+        if wrong:
+            raise TypeError(f"{wrong} of the wrong type")
+        return kind(**given)
+    except TypeError as error:
+        _log.error("a %s in Redis is none and is ignored: %s", kind.__name__, error)
+        return None
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _by_level(counts: Any) -> dict[int, int]:
+    return {int(level): int(count) for level, count in counts.items()} if isinstance(counts, dict) else {}
 
 
 def _identity(version: WeightVersion) -> str:

@@ -166,6 +166,33 @@ class Keys:
         """Hash: name -> JSON; the orchestrator's memory."""
         return self._name("state")
 
+    # Steering.
+
+    @property
+    def leader(self) -> str:
+        """Hash: holder, token, expiry (unix seconds of the server), seconds and count of the leader's lease."""
+        return self._name("leader")
+
+    @property
+    def directives(self) -> str:
+        """JSON: Directives."""
+        return self._name("directives")
+
+    @property
+    def operator(self) -> str:
+        """Hash: name -> JSON; what a human has set."""
+        return self._name("operator")
+
+    @property
+    def decisions(self) -> str:
+        """Stream: what was decided, and why."""
+        return self._name("decisions")
+
+    @property
+    def observations(self) -> str:
+        """Stream: what actors saw, until the orchestrator has folded it."""
+        return self._name("observations")
+
 
 def partition_of(ticket_id: str, partitions: int) -> int:
     """The group stream that a ticket's group goes to, the same in every process."""

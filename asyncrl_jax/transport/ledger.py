@@ -13,7 +13,7 @@ from typing import Any
 
 import redis
 
-from asyncrl_jax.transport import scripts
+from asyncrl_jax.transport import fencing, scripts
 from asyncrl_jax.transport.codec import decode_ticket, encode_ticket
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.types import Outcome, Ticket
@@ -100,14 +100,17 @@ def _by_time(event_id: str) -> tuple[int, int]:
 
 
 class Ledger:
-    """Issues and settles tickets, from any process. Each ticket moves in one atomic step; repeating a call is safe."""
+    """Issues and settles tickets, from any process. Each ticket moves in one atomic step; repeating a call is safe.
 
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+    With a fence, issuing and settling belong to one leadership and raise Deposed when another orchestrator leads.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, fence: fencing.Fence | None = None) -> None:
         self._redis: Any = client  # Any: redis-py types a reply for all client settings at once
         self._keys = keys
-        self._reserve = self._redis.register_script(scripts.RESERVE)
-        self._issue = self._redis.register_script(scripts.ISSUE)
-        self._settle = self._redis.register_script(scripts.SETTLE)
+        self._reserve = fencing.register(client, scripts.RESERVE, fence)
+        self._issue = fencing.register(client, scripts.ISSUE, fence)
+        self._settle = fencing.register(client, scripts.SETTLE, fence)
         self._missing = self._redis.register_script(scripts.MISSING)
 
     def next_ticket_ids(self, n: int) -> list[str]:
@@ -198,6 +201,10 @@ class Ledger:
             counted, pending = pipe.execute()
         names = ("issued", *(outcome.value for outcome in Outcome))
         return {name: int(counted.get(name.encode(), 0)) for name in names} | {"pending": pending}
+
+    def num_queued(self) -> int:
+        """Groups in the group streams: waiting for the learner, pooled by it, or trained and not settled."""
+        return int(self._redis.hlen(self._keys.group_entries))
 
     def duplicates(self) -> int:
         """Groups that came for a ticket already queued or settled: wasted sampling, never trained."""

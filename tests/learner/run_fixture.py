@@ -163,7 +163,7 @@ class ScriptedRun:
                 self.learner.stop.set()
 
     def _serve_until_stopped(self) -> None:
-        orchestrator = Orchestrator(self.config, self.control, self.ledger)
+        orchestrator = Orchestrator.on(self.redis, self.keys, self.config, None)
         tasks = TaskStream(self.redis, self.keys, "actor-0", self.config.redis)
         writer = GroupWriter(self.redis, self.keys, self.config.redis, Limits.from_config(self.config))
         waiting = []

@@ -15,6 +15,7 @@ from asyncrl_jax.transport.groups import GroupWriter
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.server import start_server
+from asyncrl_jax.transport.steering import Steering
 from asyncrl_jax.transport.tasks import TaskStream
 from asyncrl_jax.types import EvaluationResult, LearnerState, WeightVersion
 
@@ -44,7 +45,7 @@ class Scene:
         self.control.ensure_epoch()
 
     def orchestrator(self) -> Orchestrator:
-        return Orchestrator(self.config, self.control, self.ledger)
+        return Orchestrator(self.config, self.control, self.ledger, Steering(self.redis, self.keys))
 
     def learner_at(self, update: int, phase: str = "training", **changes) -> None:
         self.control.announce(WeightVersion(update, update - 1 if update else None, 0, update, f"{update:032x}"))

@@ -38,7 +38,7 @@ def test_the_epoch_is_made_once_and_only_rises(run):
     assert run.control.ensure_epoch(at_least=4) == (4, True)
 
 
-def test_phase_learner_and_memory(run):
+def test_phase_and_learner(run):
     assert run.control.phase() == "running"
     run.control.set_phase("finishing")
     assert run.control.phase() == "finishing"
@@ -48,9 +48,6 @@ def test_phase_learner_and_memory(run):
     state = LearnerState(0, 3, 2, "training")
     run.control.set_learner(state)
     assert run.control.learner() == state
-    assert run.control.get_json("cursor") is None
-    run.control.put_json("cursor", {"level": [1, 2]})
-    assert run.control.get_json("cursor") == {"level": [1, 2]}
 
 
 def test_the_latest_version_never_goes_backwards_unless_told_to(run):

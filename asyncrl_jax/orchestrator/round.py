@@ -1,0 +1,323 @@
+"""One look at everything but admission: all policies, in order, on one scene. A pure function, as they are.
+
+breaker ─┐
+drift ───┴▶ curriculum ─▶ weights        lag ─▶ N, "wait for fresh"        watermark ─▶ factor, quotas
+regression ─▶ rollback, confirmation, pause                       a human's settings go before every rule
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from asyncrl_jax.config import Config
+from asyncrl_jax.orchestrator.policies import breaker, curriculum, drift, lag, regression, watermark
+from asyncrl_jax.orchestrator.policies.breaker import State as BreakerState
+from asyncrl_jax.orchestrator.policies.curriculum import State as CurriculumState
+from asyncrl_jax.orchestrator.policies.drift import State as DriftState
+from asyncrl_jax.orchestrator.policies.lag import State as LagState
+from asyncrl_jax.orchestrator.policies.regression import State as RegressionState
+from asyncrl_jax.orchestrator.policies.watermark import Quota
+from asyncrl_jax.orchestrator.policies.watermark import State as WatermarkState
+from asyncrl_jax.transport.steering import ActorOrder, Directives, RollbackOrder
+from asyncrl_jax.types import Decision, LearnerState
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """What the next round needs of this one, by policy; each is one JSON in Redis."""
+
+    lag: LagState
+    watermark: WatermarkState = WatermarkState()
+    curriculum: CurriculumState = CurriculumState()
+    breaker: BreakerState = BreakerState()
+    drift: DriftState = DriftState()
+    regression: RegressionState = RegressionState()
+    quotas: Mapping[str, Quota] = dataclasses.field(default_factory=dict)
+    orders: Mapping[str, int] = dataclasses.field(default_factory=dict)  # replacements ordered, by actor
+    marks: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # once-only settings of a human, that were heeded
+    expire_before: tuple[int, int] | None = None  # as in Directives
+    halted: str = ""  # why the run is paused until a human resumes it
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """What there is to see."""
+
+    now: float  # seconds, by the clock of Redis
+    learner: LearnerState
+    learner_beat: Mapping[str, Any]
+    actor_beats: Mapping[str, Mapping[str, Any]]  # of live actors, by id
+    backlog_groups: int  # that wait for the learner
+    scores: tuple[regression.Score, ...] = ()
+    observations: tuple[Mapping[str, Any], ...] = ()  # new since the last round
+    operator: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # set by hand, by name
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What holds until the next round."""
+
+    weights: Mapping[str, float]  # share of each bucket
+    token_updates: int  # N
+    fresh: bool
+    factor: float  # on what admission aims at
+    temperature: float  # of tickets
+    paused: bool  # issue nothing
+    draining: bool  # issue nothing, then stop the run
+    probe_groups: int | None  # most tickets until the next round, while everything is only probed; None: no limit
+    quotas: Mapping[str, watermark.Quota]
+    confirm: regression.Score | None  # evaluate its version once more
+    directives: Directives
+
+
+def initial_states(config: Config) -> States:
+    """Before the first round."""
+    return States(lag=lag.State(config.effective_lag.token_updates))
+
+
+def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, tuple[Decision, ...]]:
+    """One round."""
+    settings, operator = config.orchestrator, scene.operator
+    samples, tallies = fold(scene.observations)
+    broken = breaker.decide(
+        states.breaker,
+        breaker.Observed(scene.now, tallies, _actors(scene.actor_beats), _chosen(operator, "breaker.")),
+        settings.breaker,
+    )
+    drifted = drift.decide(states.drift, _drift_observed(states, samples, operator), settings.drift)
+    taught = _weights(states, scene, config, samples, broken, drifted)
+    tuned = _bound(states, scene, config)
+    pressed = watermark.decide(
+        states.watermark,
+        watermark.Observed(
+            scene.now,
+            scene.backlog_groups,
+            config.learner.groups_per_update,
+            _number(scene.learner_beat, "idle_share"),
+        ),
+        settings.watermark,
+    )
+    judged = regression.decide(
+        states.regression, regression.Observed(scene.scores, scene.learner.line), settings.regression
+    )
+    log = [*broken.log, *drifted.log, *taught.log, *tuned.log, *pressed.log, *judged.log]
+    halted, resumed = _halted(states, operator, judged)
+    expire_before, reset = _archive_reset(states, scene, tuned)
+    log += [*resumed, *reset]
+    orders = {**states.orders, **{actor: states.orders.get(actor, 0) + 1 for actor in broken.replace}}
+    environments = tuple(sorted({curriculum.split_bucket(name)[0] for name in taught.weights}))
+    after = States(
+        lag=tuned.state,
+        watermark=pressed.state,
+        curriculum=taught.state,
+        breaker=broken.state,
+        drift=drifted.state,
+        regression=judged.state,
+        quotas=watermark.refill(states.quotas, environments, scene.now, settings.watermark),
+        orders=orders,
+        marks=_marks(operator),
+        expire_before=expire_before,
+        halted=halted,
+    )
+    buckets = breaker.bucket_factors(broken.factors, list(taught.weights))
+    probing = bool(buckets) and max(buckets.values()) <= breaker.PROBE_SHARE
+    temperature = _number(operator, "temperature", config.actor.temperature) * drifted.temperature
+    plan = Plan(
+        weights=taught.weights,
+        token_updates=tuned.token_updates,
+        fresh=tuned.fresh,
+        factor=pressed.factor,
+        temperature=temperature,
+        paused=bool(operator.get("paused", False)) or bool(halted),
+        draining=bool(operator.get("draining", False)),
+        probe_groups=settings.breaker.probes if probing else None,
+        quotas=after.quotas,
+        confirm=judged.confirm,
+        directives=_directives(after, tuned, operator, judged.state),
+    )
+    return after, plan, tuple(log)
+
+
+def fold(observations: Iterable[Mapping[str, Any]]) -> tuple[dict[str, drift.Sample], dict[str, breaker.Tally]]:
+    """(samples by bucket, tallies by target) of what actors saw. Records that are none are left out."""
+    samples: dict[str, drift.Sample] = {}
+    tallies: dict[str, breaker.Tally] = {}
+    for record in observations:
+        try:
+            of_buckets = {name: drift.Sample(**sums) for name, sums in record.get("buckets", {}).items()}
+            of_targets = {name: breaker.Tally(**sums) for name, sums in record.get("targets", {}).items()}
+        except (TypeError, AttributeError):
+            continue
+        for name, sample in of_buckets.items():
+            samples[name] = samples.get(name, drift.Sample()).plus(sample)
+        for name, tally in of_targets.items():
+            tallies[name] = tallies.get(name, breaker.Tally()).plus(tally)
+    return samples, tallies
+
+
+def base_weights(config: Config, operator: Mapping[str, Any]) -> dict[str, float]:
+    """Weight of each bucket as configured, or as set by hand with `weight.<bucket>`."""
+    name = config.environment.name
+    weights = {
+        curriculum.bucket_name(name, level): weight for level, weight in enumerate(config.environment.level_weights, 1)
+    }
+    return {bucket: max(_number(operator, f"weight.{bucket}", weight), 0.0) for bucket, weight in weights.items()}
+
+
+def _actors(beats: Mapping[str, Mapping[str, Any]]) -> dict[str, breaker.Actor]:
+    return {
+        actor: breaker.Actor(
+            _number(beat, "tokens_sampled"), _number(beat, "generating") > 0 and not beat.get("paused_s")
+        )
+        for actor, beat in beats.items()
+    }
+
+
+def _chosen(operator: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in operator.items()
+        if name.startswith(prefix) and value in ("open", "closed")
+    }
+
+
+def _drift_observed(states: States, samples: Mapping[str, drift.Sample], operator: Mapping[str, Any]) -> drift.Observed:
+    reviews = {name.removeprefix("review."): str(v) for name, v in operator.items() if name.startswith("review.")}
+    released = {
+        bucket
+        for bucket, value in reviews.items()
+        if value.startswith("released") and states.marks.get(f"review.{bucket}") != value
+    }
+    held = {bucket for bucket, value in reviews.items() if value.startswith("held")}
+    return drift.Observed(samples, frozenset(released), frozenset(held))
+
+
+def _weights(
+    states: States,
+    scene: Scene,
+    config: Config,
+    samples: Mapping[str, drift.Sample],
+    broken: breaker.Decided,
+    drifted: drift.Decided,
+) -> curriculum.Decided:
+    base = base_weights(config, scene.operator)
+    factors = breaker.bucket_factors(broken.factors, list(base))
+    return curriculum.decide(
+        states.curriculum,
+        curriculum.Observed(
+            base=base,
+            groups={name: sample.groups for name, sample in samples.items()},
+            successes={name: sample.measures()["success"] for name, sample in samples.items()},
+            factors={name: factors[name] * drifted.factors.get(name, 1.0) for name in base},
+            explore=drifted.explore,
+        ),
+        config.orchestrator.curriculum,
+    )
+
+
+def _bound(states: States, scene: Scene, config: Config) -> lag.Decided:
+    """N; in modes sync and semi_async it is the mode's own."""
+    effective, beat = config.effective_lag, scene.learner_beat
+    tuning = config.orchestrator.tuning
+    pinned = scene.operator.get("N")
+    if config.mode != "async":
+        tuning, pinned = dataclasses.replace(tuning, enabled=False), None
+    mode = scene.operator.get("mode")
+    return lag.decide(
+        states.lag,
+        lag.Observed(
+            update=scene.learner.update,
+            by_lag=_by_lag(beat.get("by_lag")),
+            clip_fraction=_number(beat, "clip_fraction"),
+            idle_share=_number(beat, "idle_share"),
+            pinned=pinned if isinstance(pinned, int) else None,
+            fresh={"fresh": True, "normal": False}.get(str(mode)),
+        ),
+        tuning,
+        initial=effective.token_updates,
+        least=effective.actor_updates + config.learner.replay_ratio - 1,
+    )
+
+
+def _by_lag(found: Any) -> dict[int, lag.LagStatistics]:
+    if not isinstance(found, Mapping):
+        return {}
+    statistics = {}
+    for name, values in found.items():
+        if str(name).isdigit() and isinstance(values, list) and len(values) == 3:
+            statistics[int(name)] = lag.LagStatistics(*(float(value or 0.0) for value in values))
+    return statistics
+
+
+def _halted(
+    states: States, operator: Mapping[str, Any], judged: regression.Decided
+) -> tuple[str, tuple[Decision, ...]]:
+    """(why the run is paused until a human resumes it or "", what is new)."""
+    if judged.pause:
+        return "regression", ()
+    if states.halted and "resumed" in operator and str(operator["resumed"]) != states.marks.get("resumed"):
+        return "", (Decision("regression", "resume", "run", f"resumed by hand after {states.halted}"),)
+    return states.halted, ()
+
+
+def _archive_reset(
+    states: States, scene: Scene, tuned: lag.Decided
+) -> tuple[tuple[int, int] | None, tuple[Decision, ...]]:
+    """((line, update) before which untrained groups end, what is new): by hand, or when the policy has run off."""
+    line, update = scene.learner.line, scene.learner.update
+    asked = scene.operator.get("archive_reset")
+    entered = tuned.state.fresh and not states.lag.fresh
+    if isinstance(asked, dict) and str(asked) != states.marks.get("archive_reset"):
+        before, why = update - int(asked.get("updates", 0)), "by hand: the oldest end"
+    elif entered:
+        before, why = update - tuned.token_updates // 2, "the policy has run off: the oldest end"
+    else:
+        return states.expire_before, ()
+    numbers = {"line": float(line), "min_update": float(before), "update": float(update)}
+    return (line, before), (Decision("lag", "archive_reset", "pool", why, numbers),)
+
+
+def _marks(operator: Mapping[str, Any]) -> dict[str, str]:
+    """Once-only settings, as they stand now: what stands there at the next round has been heeded."""
+    once = {name: value for name, value in operator.items() if name.startswith("review.")}
+    once |= {name: operator[name] for name in ("archive_reset", "resumed") if name in operator}
+    return {name: str(value) for name, value in once.items()}
+
+
+def _directives(
+    states: States, tuned: lag.Decided, operator: Mapping[str, Any], judged: regression.State
+) -> Directives:
+    actors: dict[str, ActorOrder] = {}
+    for target, state in states.breaker.breakers.items():
+        kind, _, actor = target.partition(":")
+        if kind == "actor" and state.phase in ("open", "half_open"):
+            actors[actor] = ActorOrder(pause=state.phase == "open", probe=state.phase == "half_open")
+    for actor, count in states.orders.items():
+        actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), replace=count)
+    for name, value in operator.items():
+        if name.startswith("drain.") and value:
+            actor = name.removeprefix("drain.")
+            actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), drain=True)
+    rollback = judged.rollback
+    keep = judged.good_update
+    return Directives(
+        token_updates=tuned.token_updates,
+        fresh=tuned.fresh,
+        learning_rate_scale=max(_number(operator, "learning_rate_scale", 1.0), 0.0),
+        expire_before=states.expire_before,
+        keep_update=keep,
+        rollback=RollbackOrder(rollback.number, rollback.line, rollback.update) if rollback else None,
+        actors=actors,
+    )
+
+
+def _number(values: Mapping[str, Any], name: str, default: float = 0.0) -> float:
+    """A finite number by name; the default for anything else."""
+    value = values.get(name, default)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else default
