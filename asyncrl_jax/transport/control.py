@@ -24,6 +24,7 @@ from asyncrl_jax.types import EvaluationRequest, EvaluationResult, LearnerState,
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_hints: Any = functools.cache(typing.get_type_hints)
 
 PHASES = ("running", "finishing", "finished", "stopping")
 
@@ -293,11 +294,6 @@ def _record(kind: type[_T], value: bytes | None) -> _T | None:
     except TypeError as error:
         _log.error("a %s in Redis is none and is ignored: %s", kind.__name__, error)
         return None
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _by_level(counts: Any) -> dict[int, int]:
