@@ -12,6 +12,7 @@ import dataclasses
 import io
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import fastavro
@@ -23,11 +24,16 @@ from asyncrl_jax.types import REWARD_PARTS, FinishReason, Group, Task, Ticket, T
 
 _MARKER = b"\xc3\x01"
 _HEADER_BYTES = 10
+# Fingerprints of the schemas that are written.
+_NAMES = {"ticket": schema.fingerprint_of(schema.TICKET), "group": schema.fingerprint_of(schema.GROUP)}
 _LOGPROB_SLACK = 1e-5  # float32 log-softmax of a near-certain token may round to just above 0
 _LATEST = 1e12  # unix seconds; differences of times within it stay far from what a float can hold
 _LARGEST_REWARD = 1e30  # fits float32, in which advantages are trained
 _TICKET_ID = re.compile(r"[0-9]{1,12}-[0-9]{1,15}")
 _FINISH_REASONS = tuple(FinishReason)  # the wire holds positions in it; new reasons join at the end
+_POSITIONS = {reason: position for position, reason in enumerate(_FINISH_REASONS)}
+_TASK_FIELDS = tuple(field.name for field in dataclasses.fields(Task))
+_TICKET_FIELDS = tuple(field.name for field in dataclasses.fields(Ticket) if field.name != "task")
 
 # dtype of each per-token and per-trajectory column on the wire.
 _TOKEN_COLUMNS = {"tokens": "<i4", "loss_mask": "u1", "behaviour_logprobs": "<f4", "policy_versions": "<i4"}
@@ -38,6 +44,15 @@ _TRAJECTORY_COLUMNS = {
     "num_turns": "<i4",
     "sampling_started_at": "<f8",
     "sampling_ended_at": "<f8",
+}
+# What a trajectory must hold before it is sent.
+_ARRAY_DTYPES = {name: np.dtype(kind) for name, kind in (_TOKEN_COLUMNS | {"reward_parts": "<f4"}).items()}
+_SCALAR_KINDS: dict[str, tuple[type, ...]] = {
+    "reward": (int, float, np.floating),
+    "success": (bool, np.bool_),
+    "num_turns": (int, np.integer),
+    "sampling_started_at": (int, float),
+    "sampling_ended_at": (int, float),
 }
 
 
@@ -111,8 +126,7 @@ def encode_group(group: Group, limits: Limits) -> bytes:
     Raises:
       InvalidGroup: whatever `validate_group` refuses, and "too_large".
     """
-    validate_group(group, limits)
-    data = _encode("group", schema.GROUP, group_record(group))
+    data = _encode("group", schema.GROUP, _record(group, _checked_columns(group, limits)))
     if len(data) > limits.max_message_bytes:
         raise InvalidGroup("too_large", f"{len(data)} bytes, limit {limits.max_message_bytes}", group.ticket.ticket_id)
     return data
@@ -131,7 +145,8 @@ def decode_group(data: bytes, limits: Limits) -> Group:
 
 def _encode(kind: str, writer: Any, record: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    buffer.write(_MARKER + next(name for name, known in schema.READABLE[kind].items() if known is writer))
+    buffer.write(_MARKER)
+    buffer.write(_NAMES[kind])
     fastavro.schemaless_writer(buffer, writer, record)
     return buffer.getvalue()
 
@@ -158,43 +173,47 @@ def _decode(kind: str, data: bytes) -> dict[str, Any]:
 
 def ticket_record(ticket: Ticket) -> dict[str, Any]:
     """The ticket as a record of `schema.TICKET`."""
-    record = {field.name: getattr(ticket, field.name) for field in dataclasses.fields(ticket)}
-    task = record.pop("task")
-    return record | {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+    record = {name: getattr(ticket, name) for name in _TICKET_FIELDS}
+    return record | {name: getattr(ticket.task, name) for name in _TASK_FIELDS}
 
 
 def ticket_from(record: dict[str, Any]) -> Ticket:
     """The ticket of a record, unchecked."""
-    record = dict(record)
-    task = Task(**{field.name: record.pop(field.name) for field in dataclasses.fields(Task)})
-    return Ticket(task=task, **record)
+    task = Task(*[record[name] for name in _TASK_FIELDS])
+    return Ticket(task=task, **{name: record[name] for name in _TICKET_FIELDS})
 
 
 def group_record(group: Group) -> dict[str, Any]:
     """The group as a record of `schema.GROUP`."""
+    return _record(group, _columns(group))
+
+
+def _columns(group: Group) -> dict[str, np.ndarray]:
+    """Every column of the group, with its dtype on the wire."""
     members = group.trajectories
-
-    def column(values: list[Any], dtype: str) -> bytes:
-        return np.array(values, dtype).tobytes()
-
-    record: dict[str, Any] = {
-        name: np.concatenate([getattr(member, name) for member in members]).astype(dtype, copy=False).tobytes()
+    columns = {
+        name: np.concatenate([getattr(member, name) for member in members], dtype=dtype)
         for name, dtype in _TOKEN_COLUMNS.items()
     }
-    return record | {
-        "ticket": ticket_record(group.ticket),
-        "actor_id": group.actor_id,
-        "partial": group.partial,
-        "enqueued_at": group.enqueued_at,
-        "lengths": column([len(member.tokens) for member in members], "<i4"),
-        "rewards": column([member.reward for member in members], "<f8"),
-        "reward_parts": np.stack([member.reward_parts for member in members]).astype("<f4", copy=False).tobytes(),
-        "successes": column([member.success for member in members], "u1"),
-        "finish_reasons": column([_FINISH_REASONS.index(member.finish_reason) for member in members], "u1"),
-        "num_turns": column([member.num_turns for member in members], "<i4"),
-        "sampling_started_at": column([member.sampling_started_at for member in members], "<f8"),
-        "sampling_ended_at": column([member.sampling_ended_at for member in members], "<f8"),
+    return columns | {
+        "lengths": np.array([len(member.tokens) for member in members], "<i4"),
+        "rewards": np.array([member.reward for member in members], "<f8"),
+        "reward_parts": np.array([member.reward_parts for member in members], "<f4"),
+        "successes": np.array([member.success for member in members], "u1"),
+        "finish_reasons": np.array([_POSITIONS[member.finish_reason] for member in members], "u1"),
+        "num_turns": np.array([member.num_turns for member in members], "<i4"),
+        "sampling_started_at": np.array([member.sampling_started_at for member in members], "<f8"),
+        "sampling_ended_at": np.array([member.sampling_ended_at for member in members], "<f8"),
     }
+
+
+def _record(group: Group, columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    record: dict[str, Any] = {name: column.tobytes() for name, column in columns.items()}
+    record["ticket"] = ticket_record(group.ticket)
+    record["actor_id"] = group.actor_id
+    record["partial"] = group.partial
+    record["enqueued_at"] = group.enqueued_at
+    return record
 
 
 def group_from(record: dict[str, Any], limits: Limits) -> Group:
@@ -211,19 +230,26 @@ def group_from(record: dict[str, Any], limits: Limits) -> Group:
     parts = _column(record, "reward_parts", "<f4", num_members * len(REWARD_PARTS), ticket)
     columns["reward_parts"] = parts.reshape(num_members, len(REWARD_PARTS))
     _check_values(columns, limits, ticket)
-    starts_G = ends_G - lengths_G
+    bounds = [0, *ends_G.tolist()]
+    tokens, masks, logprobs, versions = (columns[name] for name in _TOKEN_COLUMNS)
+    scalars = [columns[name].tolist() for name in _TRAJECTORY_COLUMNS]
     trajectories = tuple(
         Trajectory(
-            **{name: columns[name][start:end] for name in _TOKEN_COLUMNS},
-            reward=float(columns["rewards"][g]),
-            reward_parts=columns["reward_parts"][g],
-            success=bool(columns["successes"][g]),
-            finish_reason=_FINISH_REASONS[columns["finish_reasons"][g]],
-            num_turns=int(columns["num_turns"][g]),
-            sampling_started_at=float(columns["sampling_started_at"][g]),
-            sampling_ended_at=float(columns["sampling_ended_at"][g]),
+            tokens[start:end],
+            masks[start:end],
+            logprobs[start:end],
+            versions[start:end],
+            reward,
+            parts_P,
+            bool(success),
+            _FINISH_REASONS[reason],
+            num_turns,
+            started_at,
+            ended_at,
         )
-        for g, (start, end) in enumerate(zip(starts_G, ends_G, strict=True))
+        for start, end, parts_P, (reward, success, reason, num_turns, started_at, ended_at) in zip(
+            bounds, bounds[1:], columns["reward_parts"], zip(*scalars, strict=True), strict=False
+        )
     )
     group = Group(ticket, trajectories, record["actor_id"], record["partial"], record["enqueued_at"])
     _check_envelope(group)
@@ -249,117 +275,146 @@ def validate_group(group: Group, limits: Limits) -> None:
     Raises:
       InvalidGroup: with the reason; the first thing wrong is named.
     """
+    _checked_columns(group, limits)
+
+
+def _checked_columns(group: Group, limits: Limits) -> dict[str, np.ndarray]:
+    """The columns of a group that was made here, every value checked."""
     ticket = group.ticket
     _check_ticket(ticket, limits)
     _check_size(ticket, len(group.trajectories), group.partial)
     for g, member in enumerate(group.trajectories):
-        _check_structure(member, f"trajectory {g}", ticket)
-    lengths_G = np.array([len(member.tokens) for member in group.trajectories], np.int64)
-    _check_lengths(lengths_G, limits, ticket)
-    columns = {name: np.concatenate([getattr(m, name) for m in group.trajectories]) for name in _TOKEN_COLUMNS}
-    for name, attribute in (("rewards", "reward"), ("successes", "success")):
-        columns[name] = np.array([getattr(member, attribute) for member in group.trajectories])
-    columns["finish_reasons"] = np.array([_FINISH_REASONS.index(m.finish_reason) for m in group.trajectories])
-    for name in ("num_turns", "sampling_started_at", "sampling_ended_at", "reward_parts"):
-        columns[name] = np.array([getattr(member, name) for member in group.trajectories])
+        _check_structure(member, g, ticket)
+    try:
+        columns = _columns(group)
+    except OverflowError as error:
+        raise InvalidGroup("bad_dtype", str(error), ticket.ticket_id) from error
+    _check_lengths(columns["lengths"], limits, ticket)
     _check_values(columns, limits, ticket)
     _check_envelope(group)
-
-
-def _require(ok: bool, reason: str, detail: str, ticket: Ticket) -> None:
-    if not ok:
-        raise InvalidGroup(reason, detail, ticket.ticket_id)
+    return columns
 
 
 def _check_ticket(ticket: Ticket, limits: Limits) -> None:
+    def refuse(reason: str, detail: str) -> None:
+        raise InvalidGroup(reason, detail, ticket.ticket_id)
+
     if not (isinstance(ticket.ticket_id, str) and _TICKET_ID.fullmatch(ticket.ticket_id)):
         raise InvalidGroup("bad_ticket", f"ticket_id {str(ticket.ticket_id)[:40]!r} is not '<epoch>-<count>'")
-    numbers = {
-        "level": (ticket.task.level, 0, 2**31),
-        "index": (ticket.task.index, 0, 2**63),
-        "group_size": (ticket.group_size, 1, 2**31),
-        "line": (ticket.line, 0, 2**31),
-        "min_update": (ticket.min_update, 0, 2**63),
-        "deadline": (ticket.deadline, ticket.min_update, 2**63),
-        "seed": (ticket.seed, -(2**63), 2**63),
-    }
-    for name, (value, low, high) in numbers.items():
+    for name, value, low, high in (
+        ("level", ticket.task.level, 0, 2**31),
+        ("index", ticket.task.index, 0, 2**63),
+        ("group_size", ticket.group_size, 1, 2**31),
+        ("line", ticket.line, 0, 2**31),
+        ("min_update", ticket.min_update, 0, 2**63),
+        ("deadline", ticket.deadline, ticket.min_update, 2**63),
+        ("seed", ticket.seed, -(2**63), 2**63),
+    ):
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        _require(whole and low <= value < high, "bad_ticket", f"{name}={value}", ticket)
-    _require(isinstance(ticket.task.environment, str), "bad_ticket", "environment is no string", ticket)
-    _require(ticket.task.split in ("train", "heldout"), "bad_ticket", f"split={ticket.task.split!r:.40}", ticket)
-    ok = math.isfinite(ticket.temperature) and ticket.temperature > 0
-    _require(ok, "bad_ticket", f"temperature={ticket.temperature}", ticket)
-    _require(math.isfinite(ticket.issued_at), "bad_ticket", f"issued_at={ticket.issued_at}", ticket)
-    ok = ticket.group_size <= limits.max_group_size
-    _require(ok, "group_too_large", f"group_size {ticket.group_size}, limit {limits.max_group_size}", ticket)
+        if not (whole and low <= value < high):
+            refuse("bad_ticket", f"{name}={value}")
+    if not isinstance(ticket.task.environment, str):
+        refuse("bad_ticket", "environment is no string")
+    if ticket.task.split not in ("train", "heldout"):
+        refuse("bad_ticket", f"split={ticket.task.split!r:.40}")
+    if not (math.isfinite(ticket.temperature) and ticket.temperature > 0):
+        refuse("bad_ticket", f"temperature={ticket.temperature}")
+    if not math.isfinite(ticket.issued_at):
+        refuse("bad_ticket", f"issued_at={ticket.issued_at}")
+    if ticket.group_size > limits.max_group_size:
+        refuse("group_too_large", f"group_size {ticket.group_size}, limit {limits.max_group_size}")
 
 
 def _check_size(ticket: Ticket, num_members: int, partial: bool) -> None:
-    _require(num_members > 0, "empty_group", "no trajectories", ticket)
-    ok = num_members == ticket.group_size or (partial and num_members < ticket.group_size)
-    _require(
-        ok, "group_size_mismatch", f"{num_members} trajectories, {ticket.group_size} asked for, {partial=}", ticket
-    )
+    if num_members == 0:
+        raise InvalidGroup("empty_group", "no trajectories", ticket.ticket_id)
+    if num_members != ticket.group_size and not (partial and num_members < ticket.group_size):
+        detail = f"{num_members} trajectories, {ticket.group_size} asked for, {partial=}"
+        raise InvalidGroup("group_size_mismatch", detail, ticket.ticket_id)
 
 
 def _check_lengths(lengths_G: np.ndarray, limits: Limits, ticket: Ticket) -> None:
-    _require(bool(lengths_G.min() > 0), "empty_trajectory", f"length {lengths_G.min()}", ticket)
-    ok = bool(lengths_G.max() <= limits.max_tokens)
-    _require(ok, "too_many_tokens", f"{lengths_G.max()} tokens, limit {limits.max_tokens}", ticket)
+    shortest, longest = int(lengths_G.min()), int(lengths_G.max())
+    if shortest <= 0:
+        raise InvalidGroup("empty_trajectory", f"length {shortest}", ticket.ticket_id)
+    if longest > limits.max_tokens:
+        raise InvalidGroup("too_many_tokens", f"{longest} tokens, limit {limits.max_tokens}", ticket.ticket_id)
 
 
-def _check_structure(member: Trajectory, where: str, ticket: Ticket) -> None:
+def _check_structure(member: Trajectory, g: int, ticket: Ticket) -> None:
     """Types, dtypes and shapes of one trajectory that was made here; on the wire the schema fixes them."""
-    for name, dtype in (_TOKEN_COLUMNS | {"reward_parts": "<f4"}).items():
+
+    def refuse(reason: str, detail: str) -> None:
+        raise InvalidGroup(reason, f"trajectory {g}: {detail}", ticket.ticket_id)
+
+    for name, dtype in _ARRAY_DTYPES.items():
         array = getattr(member, name)
-        ok = isinstance(array, np.ndarray) and array.dtype == np.dtype(dtype)
-        kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-        _require(ok, "bad_dtype", f"{where}: {name} is {kind}, not {np.dtype(dtype)}", ticket)
-        _require(array.ndim == 1, "bad_shape", f"{where}: {name} has shape {array.shape}", ticket)
-    for name in _TOKEN_COLUMNS:
-        ok = len(getattr(member, name)) == len(member.tokens)
-        found = f"{where}: {name} has {len(getattr(member, name))} values, tokens {len(member.tokens)}"
-        _require(ok, "length_mismatch", found, ticket)
-    ok = len(member.reward_parts) == len(REWARD_PARTS)
-    _require(ok, "bad_reward_parts", f"{where}: {len(member.reward_parts)} parts, not {len(REWARD_PARTS)}", ticket)
-    kinds = {"reward": (int, float, np.floating), "success": (bool, np.bool_), "num_turns": (int, np.integer)}
-    kinds |= {"sampling_started_at": (int, float), "sampling_ended_at": (int, float)}
-    for name, kind in kinds.items():
+        if not (isinstance(array, np.ndarray) and array.dtype == dtype):
+            kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+            refuse("bad_dtype", f"{name} is {kind}, not {dtype}")
+        if array.ndim != 1:
+            refuse("bad_shape", f"{name} has shape {array.shape}")
+        if name == "reward_parts":
+            if len(array) != len(REWARD_PARTS):
+                refuse("bad_reward_parts", f"{len(array)} parts, not {len(REWARD_PARTS)}")
+        elif len(array) != len(member.tokens):
+            refuse("length_mismatch", f"{name} has {len(array)} values, tokens {len(member.tokens)}")
+    for name, kinds in _SCALAR_KINDS.items():
         value = getattr(member, name)
-        _require(isinstance(value, kind), "bad_dtype", f"{where}: {name} is {value!r:.40}", ticket)
-    ok = isinstance(member.finish_reason, FinishReason)
-    _require(ok, "bad_finish_reason", f"{where}: {member.finish_reason!r}", ticket)
+        if not isinstance(value, kinds):
+            refuse("bad_dtype", f"{name} is {value!r:.40}")
+    if not isinstance(member.finish_reason, FinishReason):
+        refuse("bad_finish_reason", f"{member.finish_reason!r}")
 
 
 def _check_values(columns: dict[str, np.ndarray], limits: Limits, ticket: Ticket) -> None:
-    """Ranges and finiteness of all columns of a group, whose lengths already agree."""
+    """Ranges and finiteness of all columns of a group, whose lengths already agree.
 
-    def require_all(ok_N: Any, reason: str, name: str) -> None:
-        if not ok_N.all():
-            at = int(np.argmin(ok_N))
-            raise InvalidGroup(reason, f"{name}[{at}] of the group is {columns[name][at]}", ticket.ticket_id)
-
+    Written for few passes over the tokens: this runs for every group, on both sides of the wire.
+    """
     tokens_S, mask_S = columns["tokens"], columns["loss_mask"]
     logprobs_S, versions_S = columns["behaviour_logprobs"], columns["policy_versions"]
-    require_all((tokens_S >= 0) & (tokens_S < limits.vocab_size), "token_out_of_range", "tokens")
-    require_all(mask_S <= 1, "bad_mask", "loss_mask")
-    sampled_S = mask_S == 1
-    require_all(np.isfinite(logprobs_S), "non_finite_logprob", "behaviour_logprobs")
-    require_all(logprobs_S <= _LOGPROB_SLACK, "positive_logprob", "behaviour_logprobs")
-    require_all(sampled_S | (logprobs_S == 0), "unsampled_logprob", "behaviour_logprobs")
-    require_all(np.where(sampled_S, versions_S >= 0, versions_S == -1), "bad_version", "policy_versions")
-    require_all(np.isfinite(columns["rewards"]), "non_finite_reward", "rewards")
-    require_all(np.abs(columns["rewards"]) <= _LARGEST_REWARD, "reward_out_of_range", "rewards")
+
+    def refuse(bad_N: Any, reason: str, name: str) -> None:
+        at = int(np.argmax(bad_N))
+        raise InvalidGroup(reason, f"{name}[{at}] of the group is {columns[name][at]}", ticket.ticket_id)
+
+    if not tokens_S.view("<u4").max() < limits.vocab_size:  # as unsigned, a negative token is a huge one
+        refuse((tokens_S < 0) | (tokens_S >= limits.vocab_size), "token_out_of_range", "tokens")
+    if not mask_S.max() <= 1:
+        refuse(mask_S > 1, "bad_mask", "loss_mask")
+    if not (logprobs_S.max() <= _LOGPROB_SLACK and logprobs_S.min() > -np.inf):  # NaN fails
+        infinite_S = ~np.isfinite(logprobs_S)
+        if infinite_S.any():
+            refuse(infinite_S, "non_finite_logprob", "behaviour_logprobs")
+        refuse(logprobs_S > _LOGPROB_SLACK, "positive_logprob", "behaviour_logprobs")
+    unsampled_S = mask_S == 0
+    if (stray_S := unsampled_S & (logprobs_S != 0)).any():
+        refuse(stray_S, "unsampled_logprob", "behaviour_logprobs")
+    if versions_S.min() < -1 or ((versions_S < 0) != unsampled_S).any():
+        refuse((versions_S < -1) | ((versions_S < 0) != unsampled_S), "bad_version", "policy_versions")
     parts_GP = columns["reward_parts"]
-    require_all(((parts_GP >= 0) & (parts_GP <= 1)).all(axis=1), "bad_reward_parts", "reward_parts")  # NaN fails both
-    require_all(columns["successes"] <= 1, "bad_success", "successes")
-    require_all(columns["finish_reasons"] < len(_FINISH_REASONS), "bad_finish_reason", "finish_reasons")
-    require_all(columns["num_turns"] >= 0, "bad_num_turns", "num_turns")
-    for name in ("sampling_started_at", "sampling_ended_at"):  # their order is not checked: clocks are set back
-        require_all(np.abs(columns[name]) <= _LATEST, "bad_time", name)  # NaN fails
+    if not (parts_GP.min() >= 0 and parts_GP.max() <= 1):  # NaN fails
+        refuse(~((parts_GP >= 0) & (parts_GP <= 1)).all(axis=1), "bad_reward_parts", "reward_parts")
+    for name, ok, reason in _TRAJECTORY_CHECKS:
+        if not all(map(ok, columns[name].tolist())):
+            refuse([not ok(value) for value in columns[name].tolist()], reason, name)
+
+
+# Checks of the columns with one value a trajectory. The order of two times is not checked: clocks are set back.
+_TRAJECTORY_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("rewards", math.isfinite, "non_finite_reward"),
+    ("rewards", lambda reward: abs(reward) <= _LARGEST_REWARD, "reward_out_of_range"),
+    ("successes", lambda success: success <= 1, "bad_success"),
+    ("finish_reasons", lambda position: position < len(_FINISH_REASONS), "bad_finish_reason"),
+    ("num_turns", lambda turns: turns >= 0, "bad_num_turns"),
+    ("sampling_started_at", lambda time: abs(time) <= _LATEST, "bad_time"),  # NaN fails
+    ("sampling_ended_at", lambda time: abs(time) <= _LATEST, "bad_time"),
+)
 
 
 def _check_envelope(group: Group) -> None:
-    _require(isinstance(group.actor_id, str), "bad_actor", f"actor_id {group.actor_id!r:.40}", group.ticket)
-    _require(abs(group.enqueued_at) <= _LATEST, "bad_time", f"enqueued_at={group.enqueued_at}", group.ticket)
+    if not isinstance(group.actor_id, str):
+        raise InvalidGroup("bad_actor", f"actor_id {group.actor_id!r:.40}", group.ticket.ticket_id)
+    if not abs(group.enqueued_at) <= _LATEST:  # NaN fails
+        raise InvalidGroup("bad_time", f"enqueued_at={group.enqueued_at}", group.ticket.ticket_id)
