@@ -28,6 +28,8 @@ class RedisConfig:
     namespace: str = setting("asyncrl", "prefix of every key, so that runs can share a server")
     partitions: int = setting(2, "streams that trajectory groups are hashed into")
     max_message_bytes: int = setting(64 * 2**20, "largest group message accepted, in bytes")
+    inline_bytes: int = setting(2**20, "larger group messages lie in files beside the stream, and Redis refers to them")
+    payload_directory: str = setting("", "where they lie: a path, gs:// or s3://; empty: <run_dir>/payloads")
     claim_idle_s: float = setting(30.0, "seconds without an answer before another consumer may claim an entry")
     max_deliveries: int = setting(4, "deliveries of one entry before it goes to the dead-letter stream")
     outage_s: float = setting(60.0, "seconds a process waits for an unreachable server before it gives up")
@@ -51,6 +53,7 @@ class RedisConfig:
         require(self.max_deliveries >= 1, "redis.max_deliveries", self.max_deliveries, "at least 1")
         require(self.claim_idle_s > 0, "redis.claim_idle_s", self.claim_idle_s, "more than 0")
         require(self.outage_s > 0, "redis.outage_s", self.outage_s, "more than 0")
+        require(self.inline_bytes >= 0, "redis.inline_bytes", self.inline_bytes, "at least 0")
         require(self.max_message_bytes >= 1024, "redis.max_message_bytes", self.max_message_bytes, "at least 1024")
 
 

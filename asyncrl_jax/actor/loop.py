@@ -36,6 +36,7 @@ from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.groups import GroupWriter
 from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.payloads import PayloadStore
 from asyncrl_jax.transport.tasks import TaskStream
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
     redis, keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
     control = Control(redis, keys)
     directory = config.weights.directory or str(run_dir / "weights")
+    payloads = PayloadStore(config.redis.payload_directory or run_dir / "payloads")
     episodes = EpisodeConfig(config.environment, config.reward)
     metrics = Metrics(run_dir, actor_id)
 
@@ -89,7 +91,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             engine,
             refresher,
             TaskStream(redis, keys, actor_id, config.redis),
-            GroupWriter(redis, keys, config.redis, Limits.from_config(config)),
+            GroupWriter(redis, keys, config.redis, Limits.from_config(config), payloads),
             environment_class,
             episodes,
             actor_id=actor_id,

@@ -18,6 +18,7 @@ from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.groups import GroupReader
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
+from asyncrl_jax.transport.payloads import PayloadStore
 from asyncrl_jax.types import LearnerState, Line, WeightVersion
 
 from .checkpoint import Checkpoints
@@ -44,7 +45,8 @@ class Learner:
         keys = Keys(config.redis.namespace)
         self.control = Control(redis, keys)
         self.ledger = Ledger(redis, keys)
-        self.reader = GroupReader(redis, keys, "learner-0", config.redis)
+        payloads = PayloadStore(config.redis.payload_directory or run_dir / "payloads")
+        self.reader = GroupReader(redis, keys, "learner-0", config.redis, payloads)
         self.weights_dir = config.weights.directory or str(run_dir / "weights")
         self.run_dir = run_dir
         self.publisher = Publisher(self.weights_dir, config.weights, self.control)

@@ -66,6 +66,7 @@ class Settlement:
                 write_groups(path, rows)
             entries = [(trained.pooled.entry, trained.pooled.ticket_id) for trained in groups]
             self._reader.complete(entries, Outcome.TRAINED, update)
+        self._reader.sweep_payloads()
         self._control.trim_redo(update)
         self._archive_events()
 

@@ -12,7 +12,7 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Callable
+import struct
 from typing import Any
 
 import fastavro
@@ -44,6 +44,22 @@ _TRAJECTORY_COLUMNS = {
     "num_turns": "<i4",
     "sampling_started_at": "<f8",
     "sampling_ended_at": "<f8",
+}
+_COLUMNS = (  # in the order of the schema
+    "lengths",
+    *_TOKEN_COLUMNS,
+    "rewards",
+    "reward_parts",
+    *[name for name in _TRAJECTORY_COLUMNS if name != "rewards"],
+)
+_ENVELOPE = struct.Struct("<?d")  # partial, enqueued_at
+_RANGES = {
+    "rewards": (-_LARGEST_REWARD, _LARGEST_REWARD, "reward_out_of_range"),
+    "successes": (0, 1, "bad_success"),
+    "finish_reasons": (0, len(_FINISH_REASONS) - 1, "bad_finish_reason"),
+    "num_turns": (0, 2**31 - 1, "bad_num_turns"),
+    "sampling_started_at": (-_LATEST, _LATEST, "bad_time"),
+    "sampling_ended_at": (-_LATEST, _LATEST, "bad_time"),
 }
 # What a trajectory must hold before it is sent.
 _ARRAY_DTYPES = {name: np.dtype(kind) for name, kind in (_TOKEN_COLUMNS | {"reward_parts": "<f4"}).items()}
@@ -106,7 +122,7 @@ def encode_ticket(ticket: Ticket) -> bytes:
       InvalidGroup: reason "bad_ticket".
     """
     _check_ticket(ticket, UNLIMITED)
-    return _encode("ticket", schema.TICKET, ticket_record(ticket))
+    return _MARKER + _NAMES["ticket"] + _body(schema.TICKET, ticket_record(ticket))
 
 
 def decode_ticket(data: bytes) -> Ticket:
@@ -126,7 +142,15 @@ def encode_group(group: Group, limits: Limits) -> bytes:
     Raises:
       InvalidGroup: whatever `validate_group` refuses, and "too_large".
     """
-    data = _encode("group", schema.GROUP, _record(group, _checked_columns(group, limits)))
+    columns = _checked_columns(group, limits)
+    actor_id = group.actor_id.encode()
+    # What fastavro writes for `schema.GROUP`, with one copy of each column: strings and bytes follow their length.
+    parts: list[Any] = [_MARKER, _NAMES["group"], _body(schema.TICKET, ticket_record(group.ticket))]
+    parts += (_varint(len(actor_id)), actor_id)
+    for name in _COLUMNS:
+        parts += (_varint(columns[name].nbytes), columns[name].data)
+    parts.append(_ENVELOPE.pack(group.partial, group.enqueued_at))
+    data = b"".join(parts)
     if len(data) > limits.max_message_bytes:
         raise InvalidGroup("too_large", f"{len(data)} bytes, limit {limits.max_message_bytes}", group.ticket.ticket_id)
     return data
@@ -143,12 +167,20 @@ def decode_group(data: bytes, limits: Limits) -> Group:
     return group_from(_decode("group", data), limits)
 
 
-def _encode(kind: str, writer: Any, record: dict[str, Any]) -> bytes:
+def _body(writer: Any, record: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    buffer.write(_MARKER)
-    buffer.write(_NAMES[kind])
     fastavro.schemaless_writer(buffer, writer, record)
     return buffer.getvalue()
+
+
+def _varint(length: int) -> bytes:
+    """Avro's long: zigzag, then seven bits a byte, the lowest first."""
+    value, encoded = length << 1, bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 def _decode(kind: str, data: bytes) -> dict[str, Any]:
@@ -184,36 +216,59 @@ def ticket_from(record: dict[str, Any]) -> Ticket:
 
 
 def group_record(group: Group) -> dict[str, Any]:
-    """The group as a record of `schema.GROUP`."""
-    return _record(group, _columns(group))
+    """The group as a record of `schema.GROUP`.
 
-
-def _columns(group: Group) -> dict[str, np.ndarray]:
-    """Every column of the group, with its dtype on the wire."""
-    members = group.trajectories
-    columns = {
-        name: np.concatenate([getattr(member, name) for member in members], dtype=dtype)
-        for name, dtype in _TOKEN_COLUMNS.items()
-    }
-    return columns | {
-        "lengths": np.array([len(member.tokens) for member in members], "<i4"),
-        "rewards": np.array([member.reward for member in members], "<f8"),
-        "reward_parts": np.array([member.reward_parts for member in members], "<f4"),
-        "successes": np.array([member.success for member in members], "u1"),
-        "finish_reasons": np.array([_POSITIONS[member.finish_reason] for member in members], "u1"),
-        "num_turns": np.array([member.num_turns for member in members], "<i4"),
-        "sampling_started_at": np.array([member.sampling_started_at for member in members], "<f8"),
-        "sampling_ended_at": np.array([member.sampling_ended_at for member in members], "<f8"),
-    }
-
-
-def _record(group: Group, columns: dict[str, np.ndarray]) -> dict[str, Any]:
-    record: dict[str, Any] = {name: column.tobytes() for name, column in columns.items()}
+    Raises:
+      InvalidGroup: for a group whose arrays and values are not of the wire's types.
+    """
+    record: dict[str, Any] = {name: column.tobytes() for name, column in _columns(group).items()}
     record["ticket"] = ticket_record(group.ticket)
     record["actor_id"] = group.actor_id
     record["partial"] = group.partial
     record["enqueued_at"] = group.enqueued_at
     return record
+
+
+def _columns(group: Group) -> dict[str, np.ndarray]:
+    """Every column of the group, with its dtype on the wire. Nothing is cast and nothing guessed.
+
+    Raises:
+      InvalidGroup: as `_check_structure`, which is asked only when something does not fit.
+    """
+    members = group.trajectories
+    try:
+        columns = {
+            name: np.concatenate([getattr(member, name) for member in members], dtype=dtype, casting="no")
+            for name, dtype in _TOKEN_COLUMNS.items()
+        }
+        lengths = [len(member.tokens) for member in members]
+        fits = all(
+            [len(getattr(member, name)) for member in members] == lengths and columns[name].ndim == 1
+            for name in _TOKEN_COLUMNS
+        )
+        parts_GP = np.stack([member.reward_parts for member in members], dtype="<f4", casting="no")
+        columns["lengths"] = np.array(lengths, "<i4")
+        columns["rewards"] = np.array([member.reward for member in members], "<f8")
+        columns["reward_parts"] = parts_GP
+        columns["successes"] = np.array([member.success for member in members], "?").view("u1")
+        columns["finish_reasons"] = np.array([_POSITIONS[member.finish_reason] for member in members], "u1")
+        for name in ("num_turns", "sampling_started_at", "sampling_ended_at"):
+            columns[name] = np.array([getattr(member, name) for member in members], _TRAJECTORY_COLUMNS[name])
+        kinds = {
+            (type(member.reward), type(member.success), type(member.num_turns), type(member.finish_reason))
+            for member in members
+        }
+    except (TypeError, ValueError, OverflowError, AttributeError, KeyError) as error:
+        _explain(group)
+        raise InvalidGroup("bad_dtype", str(error), group.ticket.ticket_id) from error
+    if not (fits and parts_GP.shape[1:] == (len(REWARD_PARTS),) and kinds == {(float, bool, int, FinishReason)}):
+        _explain(group)  # what passes it is fine: NumPy's scalars, say
+    return columns
+
+
+def _explain(group: Group) -> None:
+    for g, member in enumerate(group.trajectories):
+        _check_structure(member, g, group.ticket)
 
 
 def group_from(record: dict[str, Any], limits: Limits) -> Group:
@@ -229,10 +284,11 @@ def group_from(record: dict[str, Any], limits: Limits) -> Group:
     columns |= {name: _column(record, name, dtype, num_members, ticket) for name, dtype in _TRAJECTORY_COLUMNS.items()}
     parts = _column(record, "reward_parts", "<f4", num_members * len(REWARD_PARTS), ticket)
     columns["reward_parts"] = parts.reshape(num_members, len(REWARD_PARTS))
-    _check_values(columns, limits, ticket)
+    _check_tokens(columns, limits, ticket)
+    scalars = {name: columns[name].tolist() for name in _TRAJECTORY_COLUMNS}
+    _check_scalars(scalars, ticket)
     bounds = [0, *ends_G.tolist()]
     tokens, masks, logprobs, versions = (columns[name] for name in _TOKEN_COLUMNS)
-    scalars = [columns[name].tolist() for name in _TRAJECTORY_COLUMNS]
     trajectories = tuple(
         Trajectory(
             tokens[start:end],
@@ -248,7 +304,7 @@ def group_from(record: dict[str, Any], limits: Limits) -> Group:
             ended_at,
         )
         for start, end, parts_P, (reward, success, reason, num_turns, started_at, ended_at) in zip(
-            bounds, bounds[1:], columns["reward_parts"], zip(*scalars, strict=True), strict=False
+            bounds, bounds[1:], columns["reward_parts"], zip(*scalars.values(), strict=True), strict=False
         )
     )
     group = Group(ticket, trajectories, record["actor_id"], record["partial"], record["enqueued_at"])
@@ -283,14 +339,10 @@ def _checked_columns(group: Group, limits: Limits) -> dict[str, np.ndarray]:
     ticket = group.ticket
     _check_ticket(ticket, limits)
     _check_size(ticket, len(group.trajectories), group.partial)
-    for g, member in enumerate(group.trajectories):
-        _check_structure(member, g, ticket)
-    try:
-        columns = _columns(group)
-    except OverflowError as error:
-        raise InvalidGroup("bad_dtype", str(error), ticket.ticket_id) from error
+    columns = _columns(group)
     _check_lengths(columns["lengths"], limits, ticket)
-    _check_values(columns, limits, ticket)
+    _check_tokens(columns, limits, ticket)
+    _check_scalars({name: columns[name].tolist() for name in _TRAJECTORY_COLUMNS}, ticket)
     _check_envelope(group)
     return columns
 
@@ -313,7 +365,8 @@ def _check_ticket(ticket: Ticket, limits: Limits) -> None:
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not (whole and low <= value < high):
             refuse("bad_ticket", f"{name}={value}")
-    if not isinstance(ticket.task.environment, str):
+    environment: Any = ticket.task.environment  # Any: what is stated about its type is what is checked
+    if not isinstance(environment, str):
         refuse("bad_ticket", "environment is no string")
     if ticket.task.split not in ("train", "heldout"):
         refuse("bad_ticket", f"split={ticket.task.split!r:.40}")
@@ -363,14 +416,15 @@ def _check_structure(member: Trajectory, g: int, ticket: Ticket) -> None:
         value = getattr(member, name)
         if not isinstance(value, kinds):
             refuse("bad_dtype", f"{name} is {value!r:.40}")
-    if not isinstance(member.finish_reason, FinishReason):
-        refuse("bad_finish_reason", f"{member.finish_reason!r}")
+    finish_reason: Any = member.finish_reason
+    if not isinstance(finish_reason, FinishReason):
+        refuse("bad_finish_reason", f"{finish_reason!r}")
 
 
-def _check_values(columns: dict[str, np.ndarray], limits: Limits, ticket: Ticket) -> None:
-    """Ranges and finiteness of all columns of a group, whose lengths already agree.
+def _check_tokens(columns: dict[str, np.ndarray], limits: Limits, ticket: Ticket) -> None:
+    """Ranges and finiteness of the columns by token and of the reward parts, whose lengths already agree.
 
-    Written for few passes over the tokens: this runs for every group, on both sides of the wire.
+    Written for few passes: this runs for every group, on both sides of the wire.
     """
     tokens_S, mask_S = columns["tokens"], columns["loss_mask"]
     logprobs_S, versions_S = columns["behaviour_logprobs"], columns["policy_versions"]
@@ -379,38 +433,38 @@ def _check_values(columns: dict[str, np.ndarray], limits: Limits, ticket: Ticket
         at = int(np.argmax(bad_N))
         raise InvalidGroup(reason, f"{name}[{at}] of the group is {columns[name][at]}", ticket.ticket_id)
 
-    if not tokens_S.view("<u4").max() < limits.vocab_size:  # as unsigned, a negative token is a huge one
+    if not np.maximum.reduce(tokens_S.view("<u4")) < limits.vocab_size:  # as unsigned, a negative token is a huge one
         refuse((tokens_S < 0) | (tokens_S >= limits.vocab_size), "token_out_of_range", "tokens")
-    if not mask_S.max() <= 1:
+    if not np.maximum.reduce(mask_S) <= 1:
         refuse(mask_S > 1, "bad_mask", "loss_mask")
-    if not (logprobs_S.max() <= _LOGPROB_SLACK and logprobs_S.min() > -np.inf):  # NaN fails
+    # NaN fails both comparisons.
+    if not (np.maximum.reduce(logprobs_S) <= _LOGPROB_SLACK and np.minimum.reduce(logprobs_S) > -np.inf):
         infinite_S = ~np.isfinite(logprobs_S)
         if infinite_S.any():
             refuse(infinite_S, "non_finite_logprob", "behaviour_logprobs")
         refuse(logprobs_S > _LOGPROB_SLACK, "positive_logprob", "behaviour_logprobs")
     unsampled_S = mask_S == 0
-    if (stray_S := unsampled_S & (logprobs_S != 0)).any():
+    stray_S = unsampled_S & (logprobs_S != 0)
+    if np.count_nonzero(stray_S):
         refuse(stray_S, "unsampled_logprob", "behaviour_logprobs")
-    if versions_S.min() < -1 or ((versions_S < 0) != unsampled_S).any():
+    if np.minimum.reduce(versions_S) < -1 or np.count_nonzero((versions_S < 0) != unsampled_S):
         refuse((versions_S < -1) | ((versions_S < 0) != unsampled_S), "bad_version", "policy_versions")
     parts_GP = columns["reward_parts"]
     if not (parts_GP.min() >= 0 and parts_GP.max() <= 1):  # NaN fails
         refuse(~((parts_GP >= 0) & (parts_GP <= 1)).all(axis=1), "bad_reward_parts", "reward_parts")
-    for name, ok, reason in _TRAJECTORY_CHECKS:
-        if not all(map(ok, columns[name].tolist())):
-            refuse([not ok(value) for value in columns[name].tolist()], reason, name)
 
 
-# Checks of the columns with one value a trajectory. The order of two times is not checked: clocks are set back.
-_TRAJECTORY_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("rewards", math.isfinite, "non_finite_reward"),
-    ("rewards", lambda reward: abs(reward) <= _LARGEST_REWARD, "reward_out_of_range"),
-    ("successes", lambda success: success <= 1, "bad_success"),
-    ("finish_reasons", lambda position: position < len(_FINISH_REASONS), "bad_finish_reason"),
-    ("num_turns", lambda turns: turns >= 0, "bad_num_turns"),
-    ("sampling_started_at", lambda time: abs(time) <= _LATEST, "bad_time"),  # NaN fails
-    ("sampling_ended_at", lambda time: abs(time) <= _LATEST, "bad_time"),
-)
+def _check_scalars(scalars: dict[str, list[Any]], ticket: Ticket) -> None:
+    """Ranges of the columns with one value a trajectory. The order of two times is not checked: clocks are set back."""
+    for name, (low, high, reason) in _RANGES.items():
+        values = scalars[name]
+        if math.isfinite(sum(values)) and low <= min(values) and max(values) <= high:
+            continue
+        for at, value in enumerate(values):
+            if not low <= value <= high:  # NaN is not
+                finite = name != "rewards" or math.isfinite(value)
+                detail = f"{name}[{at}] of the group is {value}"
+                raise InvalidGroup(reason if finite else "non_finite_reward", detail, ticket.ticket_id)
 
 
 def _check_envelope(group: Group) -> None:

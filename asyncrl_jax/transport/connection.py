@@ -9,13 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import redis
+from redis._parsers import Encoder
 from redis.backoff import NoBackoff
+from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
 from asyncrl_jax.config import RedisConfig
 
 _log = logging.getLogger(__name__)
 _ANSWER_S = 10.0
+_READ_BYTES = 2**20  # taken from the socket at once: replies carry whole groups
+_COPIED_BYTES = 6000  # smaller arguments of a command are joined
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _OLDEST_VERSION = (6, 2)  # XAUTOCLAIM's release; XPENDING with IDLE needs it too
 
@@ -43,6 +47,9 @@ def connect(config: RedisConfig, password: str | None, *, answer_s: float = _ANS
         protocol=2,  # one shape of replies on every server version
         socket_timeout=answer_s,
         socket_connect_timeout=answer_s,
+        socket_read_size=_READ_BYTES,
+        # hiredis would copy every argument into one buffer; this packer hands large ones to the socket as they are.
+        command_packer=PythonRespSerializer(_COPIED_BYTES, Encoder("utf-8", "strict", decode_responses=False).encode),
         retry=_WaitOut(config.url, config.outage_s),
     )
     try:

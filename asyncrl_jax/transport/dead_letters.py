@@ -1,4 +1,7 @@
-"""Entries that could not be used: kept with their bytes, the reason, and where they came from."""
+"""Entries that could not be used: kept with their bytes, the reason, and where they came from.
+
+There are never more than MAX_LETTERS of them, nor more than MAX_BYTES in all: the oldest make room, and are counted.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,10 @@ import redis
 from asyncrl_jax.transport import scripts
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.types import Outcome
+
+MAX_LETTERS = 1000
+MAX_BYTES = 64 * 2**20  # of all letters
+MAX_LETTER_BYTES = 2**20  # of one; what is longer is cut
 
 _LONGEST_DETAIL = 500  # characters
 
@@ -23,7 +30,7 @@ class DeadLetter:
     reason: str  # short and stable
     detail: str
     ticket_id: str  # as the entry states it; "" if it states none
-    payload: bytes
+    payload: bytes  # its start, when it is longer than a letter may be; a reference, when it lies in a file
 
 
 class DeadLetters:
@@ -46,8 +53,9 @@ class DeadLetters:
         Returns whether the entry was still in its stream.
         """
         arguments = [stream, group, entry_id, reason, detail[:_LONGEST_DETAIL], ticket_id, outcome.value]
-        keys = [*self._keys.settlement(), self._keys.dead]
-        return bool(self._dead_letter(keys=keys, args=[self._keys.group_prefix, *arguments]))
+        limits = [MAX_LETTERS, MAX_BYTES, MAX_LETTER_BYTES]
+        keys = [*self._keys.settlement(), self._keys.dead, self._keys.dead_size]
+        return bool(self._dead_letter(keys=keys, args=[self._keys.group_prefix, *arguments, *limits]))
 
     def read(self, count: int = 100) -> list[DeadLetter]:
         """The newest letters, newest first."""
@@ -62,6 +70,10 @@ class DeadLetters:
             )
             for _, fields in self._redis.xrevrange(self._keys.dead, count=count)
         ]
+
+    def num_dropped(self) -> int:
+        """Letters that made room for newer ones."""
+        return int(self._redis.hget(self._keys.counts, "letters_dropped") or 0)
 
     def __len__(self) -> int:
         return int(self._redis.xlen(self._keys.dead))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 import uuid
 from collections import defaultdict
@@ -17,18 +18,50 @@ from asyncrl_jax.transport.codec import InvalidGroup, Limits, decode_group, deco
 from asyncrl_jax.transport.consumer import RawEntry, StreamConsumer
 from asyncrl_jax.transport.dead_letters import DeadLetters
 from asyncrl_jax.transport.keys import GROUP_CONSUMERS, Keys, partition_of
+from asyncrl_jax.transport.payloads import STAGED_S, PayloadStore, is_reference
 from asyncrl_jax.transport.tasks import Delivery
 from asyncrl_jax.types import Group, Outcome, Ticket
 
+_MAX_STAGINGS = 3
+
+
+@dataclasses.dataclass(slots=True)
+class _Submission:
+    """A group on its way, and what became of it."""
+
+    key: str
+    staged: bytes
+    arguments: list[str | int]
+    outcome: int | Exception = dataclasses.field(  # what SUBMIT returned, or what ended the call
+        default_factory=lambda: RuntimeError("not sent: the sender was interrupted")
+    )
+
 
 class GroupWriter:
-    """Puts finished groups where the learner reads them: a ticket has one queued group at most, ever."""
+    """Puts finished groups where the learner reads them: a ticket has one queued group at most, ever.
 
-    def __init__(self, client: redis.Redis, keys: Keys, config: RedisConfig, limits: Limits) -> None:
+    Safe to use from several threads: groups that are finished at the same time share a round trip.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        config: RedisConfig,
+        limits: Limits,
+        payloads: PayloadStore | None = None,
+    ) -> None:
+        """Args: payloads: takes what is larger than `redis.inline_bytes`; None: Redis holds everything."""
+        self._redis = client
         self._keys = keys
         self._partitions = config.partitions
+        self._inline_bytes = config.inline_bytes
         self._limits = limits
+        self._payloads = payloads
         self._submit = client.register_script(scripts.SUBMIT)
+        self._lock = threading.Lock()  # of what is waiting
+        self._turn = threading.Lock()  # to send
+        self._waiting: list[_Submission] = []
 
     def submit(self, delivery: Delivery, group: Group) -> bool:
         """Queues the group and ends the task, in one step; `enqueued_at` is set to now.
@@ -38,18 +71,74 @@ class GroupWriter:
         Raises:
           InvalidGroup: if the group breaks the limits; nothing was sent.
         """
-        if group.ticket != delivery.ticket:
-            raise InvalidGroup("ticket_mismatch", f"group of another ticket than {delivery.ticket.ticket_id}")
-        return self.submit_encoded(
-            delivery, encode_group(dataclasses.replace(group, enqueued_at=time.time()), self._limits)
-        )
+        return self.submit_many([(delivery, group)])[0]
+
+    def submit_many(self, finished: Sequence[tuple[Delivery, Group]]) -> list[bool]:
+        """`submit` of each, in one round trip. Raises as `submit`, before anything is sent."""
+        encoded = []
+        for delivery, group in finished:
+            if group.ticket is not delivery.ticket and group.ticket != delivery.ticket:
+                raise InvalidGroup("ticket_mismatch", f"group of another ticket than {delivery.ticket.ticket_id}")
+            stamped = dataclasses.replace(group, enqueued_at=time.time())
+            encoded.append((delivery, encode_group(stamped, self._limits)))
+        return self._send([self._submission(delivery, data) for delivery, data in encoded])
 
     def submit_encoded(self, delivery: Delivery, data: bytes) -> bool:
         """As `submit`, for bytes that are taken as they are; the learner's side checks them."""
-        ticket_id = delivery.ticket.ticket_id
+        return self._send([self._submission(delivery, data)])[0]
+
+    def _submission(self, delivery: Delivery, data: bytes) -> _Submission:
+        ticket_id, submission = delivery.ticket.ticket_id, uuid.uuid4().hex
+        if self._payloads is not None and len(data) > self._inline_bytes:
+            data = self._payloads.put(ticket_id, submission, data)
         partition = partition_of(ticket_id, self._partitions)
-        arguments: list[str | int | bytes] = [ticket_id, delivery.entry_id, partition, uuid.uuid4().hex, data]
-        return bool(self._submit(keys=self._keys.settlement(), args=[self._keys.group_prefix, *arguments]))
+        arguments: list[str | int] = [ticket_id, delivery.entry_id, partition, submission]
+        return _Submission(self._keys.payload(submission), data, arguments)
+
+    def _send(self, submissions: list[_Submission]) -> list[bool]:
+        """Sends them together with those of other threads: who has the turn takes along all that wait."""
+        with self._lock:
+            self._waiting += submissions
+        with self._turn:
+            with self._lock:
+                taken, self._waiting = self._waiting, []
+            if taken:
+                self._exchange(taken)
+        for submission in submissions:
+            if isinstance(submission.outcome, Exception):
+                raise submission.outcome
+        return [submission.outcome == 1 for submission in submissions]
+
+    def _exchange(self, taken: list[_Submission]) -> None:
+        try:
+            pending = taken
+            for _ in range(_MAX_STAGINGS):
+                for submission, answer in zip(pending, self._stage_and_queue(pending), strict=True):
+                    submission.outcome = answer
+                pending = [submission for submission in pending if submission.outcome == -1]
+                if not pending:
+                    return
+            raise RuntimeError(
+                f"Redis dropped {len(pending)} payloads before their groups were queued: set its maxmemory-policy to "
+                "noeviction, and its memory larger"
+            )
+        except Exception as error:  # noqa: BLE001  raised by every thread whose group was in this round trip
+            for submission in taken:
+                if submission.outcome not in (0, 1):
+                    submission.outcome = error
+
+    def _stage_and_queue(self, submissions: list[_Submission]) -> list[int]:
+        keys = self._keys.settlement()
+        arguments = [name for submission in submissions for name in submission.arguments]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for submission in submissions:
+                pipe.set(submission.key, submission.staged, ex=STAGED_S)
+            pipe.evalsha(self._submit.sha, len(keys), *keys, self._keys.group_prefix, *arguments)
+            try:
+                return [int(answer) for answer in pipe.execute()[-1]]
+            except redis.exceptions.NoScriptError:  # a new server; the payloads are staged
+                answers = self._submit(keys=keys, args=[self._keys.group_prefix, *arguments])
+                return [int(answer) for answer in answers]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,20 +147,31 @@ class Entry:
 
     partition: int
     entry_id: str
-    data: bytes
+    data: bytes  # the encoded group, or a reference to where it lies
     deliveries: int  # times the entry was handed out, this one included
     ticket: Ticket  # as the ledger has it, not as the message claims
+    payloads: PayloadStore | None = dataclasses.field(default=None, compare=False)  # where references lead
 
     def decode(self, limits: Limits) -> Group:
         """The group, checked, and of the ticket that the ledger issued.
 
         Raises:
-          InvalidGroup: whatever `codec.decode_group` refuses, and "ticket_mismatch".
+          InvalidGroup: whatever `codec.decode_group` and `PayloadStore.get` refuse, "payload_missing", and
+            "ticket_mismatch".
         """
-        group = decode_group(self.data, limits)
+        group = decode_group(self._payload(limits), limits)
         if group.ticket != self.ticket:
             raise InvalidGroup("ticket_mismatch", f"the message states {group.ticket}", self.ticket.ticket_id)
         return group
+
+    def _payload(self, limits: Limits) -> bytes:
+        if not self.data:
+            raise InvalidGroup("payload_missing", "Redis holds no bytes of this group", self.ticket.ticket_id)
+        if not is_reference(self.data):
+            return self.data
+        if self.payloads is None:
+            raise InvalidGroup("payload_missing", "this reader has no store beside the stream", self.ticket.ticket_id)
+        return self.payloads.get(self.data, limits.max_message_bytes)
 
 
 class GroupReader:
@@ -83,8 +183,18 @@ class GroupReader:
     cleared of suspicion, however often they are redelivered.
     """
 
-    def __init__(self, client: redis.Redis, keys: Keys, consumer: str, config: RedisConfig) -> None:
-        """Args: consumer: stable name of this reader, the same after a restart."""
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        consumer: str,
+        config: RedisConfig,
+        payloads: PayloadStore | None = None,
+    ) -> None:
+        """Args:
+        consumer: stable name of this reader, the same after a restart.
+        payloads: where writers put what is larger than `redis.inline_bytes`.
+        """
         self._redis: Any = client  # Any: redis-py types a reply for all client settings at once
         self._keys = keys
         self._config = config
@@ -92,6 +202,7 @@ class GroupReader:
         self._consumer = StreamConsumer(client, list(self._streams), GROUP_CONSUMERS, consumer)
         self._complete = self._redis.register_script(scripts.COMPLETE)
         self._dead_letters = DeadLetters(client, keys)
+        self._payloads = payloads
         self._held: dict[str, set[str]] = {stream: set() for stream in self._streams}
         self._ready: list[RawEntry] = []  # taken from Redis beyond what was asked for
         self._on_trial: RawEntry | None = None  # the redelivered entry that the last `read` handed out
@@ -124,7 +235,7 @@ class GroupReader:
     def fetch(self, partition: int, entry_id: str) -> bytes | None:
         """The bytes of an entry that is not completed yet, or None."""
         found = self._redis.xrange(self._keys.groups(partition), entry_id, entry_id)
-        return found[0][1].get(b"payload", b"") if found else None
+        return self._redis.get(self._payload_key(found[0][1])) if found else None
 
     def ack(self, entries: Sequence[Entry]) -> None:
         """Acknowledges and deletes entries in one transaction, without settling their tickets."""
@@ -149,6 +260,7 @@ class GroupReader:
 
         Returns the number of tickets settled by this call.
         """
+        pairs = list(pairs)
         by_partition: dict[int, list[tuple[str, str]]] = defaultdict(list)
         for entry, ticket_id in pairs:
             by_partition[entry.partition].append((entry.entry_id, ticket_id))
@@ -159,6 +271,9 @@ class GroupReader:
             arguments += [name for place in places for name in place]
             settled += int(self._complete(keys=self._keys.settlement(), args=arguments))
             self._held[self._keys.groups(partition)].difference_update(entry_id for entry_id, _ in places)
+        for entry, _ in pairs:
+            if self._payloads is not None and is_reference(entry.data):
+                self._payloads.delete(entry.data)
         return settled
 
     def dead_letter(self, entry: Entry, reason: str, detail: str, ticket_id: str | None = None) -> bool:
@@ -172,6 +287,17 @@ class GroupReader:
         if ticket_id not in (None, entry.ticket.ticket_id):
             detail = f"{detail} (it states ticket {ticket_id})"
         return self._bury(self._keys.groups(entry.partition), entry.entry_id, reason, detail, entry.ticket.ticket_id)
+
+    def sweep_payloads(self) -> int:
+        """Deletes payloads beside the stream that no queued group refers to any more. Returns how many.
+
+        Such are left by writers that were killed before their group was queued, and by tickets settled elsewhere.
+        """
+        if self._payloads is None:
+            return 0
+        places = self._redis.hgetall(self._keys.group_entries)
+        queued = {f"{ticket.decode()}.{place.decode().split()[2]}" for ticket, place in places.items()}
+        return self._payloads.sweep(queued)
 
     def depth(self) -> int:
         """Entries not yet read by any learner. Counted without `lag`, which Redis 6.2 lacks."""
@@ -202,9 +328,10 @@ class GroupReader:
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(self._keys.group_entries, tickets)
             pipe.hmget(self._keys.tickets, tickets)
-            places, payloads = pipe.execute()
+            pipe.mget([self._payload_key(entry.fields) for entry in raw])
+            places, issued, payloads = pipe.execute()
         accepted = []
-        for entry, ticket_id, place, payload in zip(raw, tickets, places, payloads, strict=True):
+        for entry, ticket_id, place, ticket, data in zip(raw, tickets, places, issued, payloads, strict=True):
             partition = self._streams[entry.stream]
             if place is None or place.decode().split()[:2] != [str(partition), entry.entry_id]:
                 self._bury(entry.stream, entry.entry_id, "not_live", "the ledger has no queued group here", "")
@@ -212,9 +339,14 @@ class GroupReader:
                 detail = f"its reader died {entry.deliveries - 1} times"
                 self._bury(entry.stream, entry.entry_id, "poison", detail, ticket_id.decode())
             else:
-                data = entry.fields.get(b"payload", b"")
-                accepted.append(Entry(partition, entry.entry_id, data, entry.deliveries, decode_ticket(payload)))
+                inline = entry.fields.get(b"payload", b"")  # where earlier releases wrote it
+                deliveries, of_ticket = entry.deliveries, decode_ticket(ticket)
+                accepted.append(Entry(partition, entry.entry_id, data or inline, deliveries, of_ticket, self._payloads))
         return accepted
+
+    def _payload_key(self, fields: dict[bytes, bytes]) -> str:
+        """Of an entry, which may be a forged one: nothing is done to the key but reading it."""
+        return self._keys.payload(fields.get(b"submission", b"").decode(errors="replace"))
 
     def _bury(self, stream: str, entry_id: str, reason: str, detail: str, ticket_id: str) -> bool:
         moved = self._dead_letters.bury(

@@ -46,7 +46,7 @@ class Keys:
 
     @property
     def counts(self) -> str:
-        """Hash: issued, each outcome, duplicates. For display."""
+        """Hash: issued, each outcome, duplicates, letters_dropped. For display."""
         return self._name("counts")
 
     @property
@@ -78,6 +78,15 @@ class Keys:
     def groups(self, partition: int) -> str:
         """Stream: groups of one partition."""
         return f"{self.group_prefix}{partition}"
+
+    def payload(self, submission: str) -> str:
+        """String: bytes of a submitted group, or a reference to them (`payloads.py`), until its ticket is settled."""
+        return f"{self.group_prefix}payload:{submission}"
+
+    @property
+    def dead_size(self) -> str:
+        """Integer: bytes of all dead letters."""
+        return self._name("dead:size")
 
     @property
     def dead(self) -> str:

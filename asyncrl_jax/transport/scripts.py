@@ -27,11 +27,13 @@ end
 local function drop_task(entry) drop(TASKS, '{TASK_CONSUMERS}', entry) end
 local function drop_group(partition, entry) drop(GROUP_PREFIX .. partition, '{GROUP_CONSUMERS}', entry) end
 
--- Partition and entry of the ticket's queued group, or nil.
+-- Partition, entry and submission of the ticket's queued group, or nil.
 local function queued_at(ticket)
   local place = redis.call('HGET', GROUP_ENTRIES, ticket)
-  if place then return string.match(place, '^(%d+) (%S+)') end
+  if place then return string.match(place, '^(%d+) (%S+) (%S+)') end
 end
+
+local function payload_key(submission) return GROUP_PREFIX .. 'payload:' .. submission end
 
 -- One outcome for a live ticket, and nothing of it left in a stream. 1 if this call settled it.
 local function settle(ticket, outcome, reason, update)
@@ -41,9 +43,10 @@ local function settle(ticket, outcome, reason, update)
     drop_task(task)
     redis.call('HDEL', TASK_ENTRIES, ticket)
   end
-  local partition, entry = queued_at(ticket)
+  local partition, entry, submission = queued_at(ticket)
   if partition then
     drop_group(partition, entry)
+    redis.call('UNLINK', payload_key(submission))
     redis.call('HDEL', GROUP_ENTRIES, ticket)
   end
   redis.call('XADD', LEDGER, '*', 'kind', 'outcome', 'ticket', ticket, 'outcome', outcome, 'reason', reason,
@@ -102,25 +105,39 @@ return settled
 """
 )
 
-# KEYS: settlement. ARGV: prefix, ticket id, task entry, partition, submission, payload. Returns 1 if it is queued.
+# KEYS: settlement. ARGV: prefix, then (ticket id, task entry, partition, submission) quadruples. The payload is staged
+# under the submission: large arguments are slow in Lua. Returns for each 1 if it is queued, 0 if it is waste, -1 if
+# nothing is staged.
 # `submission` names this call, so that its own retry is not mistaken for a second attempt at the ticket.
 SUBMIT = (
     _SETTLEMENT
     + """
-local ticket, task, partition, submission, payload = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local place = redis.call('HGET', GROUP_ENTRIES, ticket)
-if place and string.match(place, '(%S+)$') == submission then return 1 end
-drop_task(task)
-if place or redis.call('HEXISTS', TICKETS, ticket) == 0 then
-  redis.call('HINCRBY', COUNTS, 'duplicates', 1)
-  return 0
+local function submit(ticket, task, partition, submission)
+  local place = redis.call('HGET', GROUP_ENTRIES, ticket)
+  local payload = payload_key(submission)
+  if place and string.match(place, '(%S+)$') == submission then
+    redis.call('PERSIST', payload) -- the retry staged it once more
+    return 1
+  end
+  if place or redis.call('HEXISTS', TICKETS, ticket) == 0 then
+    drop_task(task)
+    redis.call('UNLINK', payload)
+    redis.call('HINCRBY', COUNTS, 'duplicates', 1)
+    return 0
+  end
+  if redis.call('PERSIST', payload) == 0 then return -1 end
+  drop_task(task)
+  local current = redis.call('HGET', TASK_ENTRIES, ticket)
+  if current and current ~= task then drop_task(current) end
+  redis.call('HDEL', TASK_ENTRIES, ticket)
+  local entry = redis.call('XADD', GROUP_PREFIX .. partition, '*', 'ticket', ticket, 'submission', submission)
+  redis.call('HSET', GROUP_ENTRIES, ticket, partition .. ' ' .. entry .. ' ' .. submission)
+  return 1
 end
-local current = redis.call('HGET', TASK_ENTRIES, ticket)
-if current and current ~= task then drop_task(current) end
-redis.call('HDEL', TASK_ENTRIES, ticket)
-local entry = redis.call('XADD', GROUP_PREFIX .. partition, '*', 'ticket', ticket, 'payload', payload)
-redis.call('HSET', GROUP_ENTRIES, ticket, partition .. ' ' .. entry .. ' ' .. submission)
-return 1
+
+local answers = {}
+for i = 2, #ARGV, 4 do answers[#answers + 1] = submit(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]) end
+return answers
 """
 )
 
@@ -157,17 +174,47 @@ return 1
 """
 )
 
-# KEYS: settlement, dead. ARGV: prefix, stream, consumer group, entry, reason, detail, ticket id or '', outcome.
-# Moves one entry to the dead letters and settles its ticket, if the ledger knows the ticket by this very entry.
+# KEYS: settlement, dead, its size. ARGV: prefix, stream, consumer group, entry, reason, detail, ticket id or '',
+# outcome, then the largest number of letters, of bytes of them all, and of bytes of one.
+# Moves one entry to the dead letters and settles its ticket, if the ledger knows the ticket by this very entry. Makes
+# room by dropping the oldest letters, which are counted.
 DEAD_LETTER = (
     _SETTLEMENT
     + """
 local stream, group, entry, reason, detail, ticket = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7]
+local DEAD, SIZE = KEYS[7], KEYS[8]
+local max_letters, max_bytes, max_letter = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
 local found = redis.call('XRANGE', stream, entry, entry)
 if #found == 0 then return 0 end
-local letter = {'XADD', KEYS[7], '*', 'stream', stream, 'entry', entry, 'reason', reason, 'detail', detail}
-for i = 1, math.min(#found[1][2], 20) do letter[#letter + 1] = found[1][2][i] end -- a hostile entry has thousands
-redis.call(unpack(letter))
+
+local function value_of(fields, name)
+  for i = 1, #fields, 2 do if fields[i] == name then return fields[i + 1] end end
+end
+local fields = found[1][2]
+local letter, size = {'stream', stream, 'entry', entry, 'reason', reason, 'detail', detail}, 0
+local function add(value)
+  letter[#letter + 1] = string.sub(value, 1, math.max(0, max_letter - size))
+  size = size + #value
+end
+for i = 1, math.min(#fields, 20) do add(fields[i]) end -- a hostile entry has thousands
+local submission = value_of(fields, 'submission')
+local payload = submission and redis.call('GET', payload_key(submission))
+if payload then
+  add('payload')
+  add(payload)
+end
+size = math.min(size, max_letter)
+redis.call('XADD', DEAD, '*', 'size', size, unpack(letter))
+local total = redis.call('INCRBY', SIZE, size)
+local letters = redis.call('XLEN', DEAD)
+while letters > 1 and (letters > max_letters or total > max_bytes) do
+  local oldest = redis.call('XRANGE', DEAD, '-', '+', 'COUNT', 1)[1]
+  redis.call('XDEL', DEAD, oldest[1])
+  total = redis.call('DECRBY', SIZE, value_of(oldest[2], 'size') or 0)
+  redis.call('HINCRBY', COUNTS, 'letters_dropped', 1)
+  letters = letters - 1
+end
+
 drop(stream, group, entry)
 if ticket == '' then return 1 end
 local partition, queued = queued_at(ticket)
