@@ -208,6 +208,12 @@ class EvaluationConfig:
 
 MODES = ("sync", "semi_async", "async")
 
+RENAMED = {  # settings by the name that they had in older run directories
+    "learner.advantage_eps": "learner.advantage.eps",
+    "learner.clip_range": "learner.objective.clip_range",
+    "learner.kl_coefficient": "learner.kl.coefficient",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -257,6 +263,19 @@ class Config:
             "learner.replay_ratio",
             self.learner.replay_ratio,
             f"at most N - A + 1 = {lag.token_updates - lag.actor_updates + 1}: later uses would break the lag bound",
+        )
+        require(
+            self.learner.objective.correction != "none" or lag.token_updates == 0,
+            "learner.objective.correction",
+            "none",
+            f"lag.token_updates = {lag.token_updates} in mode {self.mode} lets in tokens of older policies; state how "
+            "they are corrected for",
+        )
+        require(
+            self.learner.advantage.overlong_buffer_tokens <= self.environment.max_tokens,
+            "learner.advantage.overlong_buffer_tokens",
+            self.learner.advantage.overlong_buffer_tokens,
+            f"at most environment.max_tokens = {self.environment.max_tokens}",
         )
         require(
             self.environment.max_tokens <= self.model.max_positions,
@@ -337,12 +356,14 @@ def to_json(config: Config) -> dict[str, Any]:
 
 
 def from_json(leaves: dict[str, Any]) -> Config:
-    """The config that `to_json` wrote.
+    """The config that `to_json` wrote, also under names that settings had before.
 
     Raises:
       ValueError: as `override`.
     """
-    return override(Config(), {name: tuple(v) if isinstance(v, list) else v for name, v in leaves.items()})
+    return override(
+        Config(), {RENAMED.get(name, name): tuple(v) if isinstance(v, list) else v for name, v in leaves.items()}
+    )
 
 
 def leaf_types(cls: type = Config, prefix: str = "") -> dict[str, tuple[Any, Any, str]]:

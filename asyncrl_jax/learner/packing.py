@@ -33,6 +33,7 @@ class PackedUpdate(NamedTuple):
     advantages: Array  # float32 [M, R, L]
     temperature: Array  # float32 [M, R, L]; of sampling; 1 in padding
     token_lag: Array  # int32 [M, R, L]; updates between the weights that sampled it and those being updated
+    rewards: Array  # float32 [M, R, L]; at the last trained token of a trajectory; for a critic
     num_microbatches: Array  # int32 scalar; microbatches in use, the rest is padding
 
     @property
@@ -45,25 +46,27 @@ def max_rows(config: Config) -> int:
     """Rows that any update fits into: first-fit leaves at most one row with fewer trajectories than always fit."""
     longest = config.environment.max_tokens - 1
     per_row = config.learner.pack_tokens // longest
-    return math.ceil(config.learner.groups_per_update * config.learner.group_size / per_row)
+    return math.ceil(config.learner.most_groups * config.learner.group_size / per_row)
 
 
 def pack_update(
     groups: Sequence[Group],
-    advantages: Sequence[np.ndarray],
+    advantages: Sequence[Sequence[np.ndarray] | np.ndarray],
     token_lags: Sequence[Sequence[np.ndarray]],
     config: Config,
     loss_masks: Sequence[Sequence[np.ndarray]] | None = None,
+    rewards: Sequence[Sequence[float]] | None = None,
 ) -> PackedUpdate:
     """Packs groups, longest trajectory first; the same input gives the same rows.
 
     Args:
-      groups: at most `learner.groups_per_update`, each of at most `learner.group_size` trajectories.
-      advantages: float32 [G] per group.
+      groups: at most `learner.most_groups`, each of at most `learner.group_size` trajectories.
+      advantages: per trajectory per group a number, or float32 [T].
       token_lags: int32 [T] per trajectory per group, in updates; read where the mask is 1.
       config: sizes of the batch.
       loss_masks: uint8 [T] per trajectory per group, where the caller leaves out more tokens than the trajectory's own
         mask does, for instance those over the lag bound. None: the trajectories' own.
+      rewards: per trajectory per group. None: 0, for a step without a critic.
 
     Raises:
       ValueError: for inputs that do not match each other or the sizes of the config, and for a mask that covers a token
@@ -71,14 +74,18 @@ def pack_update(
     """
     if loss_masks is None:
         loss_masks = [[trajectory.loss_mask for trajectory in group.trajectories] for group in groups]
+    if rewards is None:
+        rewards = [[0.0] * len(group.trajectories) for group in groups]
     elements = []
-    for group, advantages_G, lags, masks in zip(groups, advantages, token_lags, loss_masks, strict=True):
-        for trajectory, advantage, lag, mask in zip(group.trajectories, advantages_G, lags, masks, strict=True):
+    for group, *of_group in zip(groups, advantages, token_lags, loss_masks, rewards, strict=True):
+        for trajectory, advantage, lag, mask, reward in zip(group.trajectories, *of_group, strict=True):
             where = f"ticket {group.ticket.ticket_id}"
             _check(trajectory, lag, mask, config, where)
             if len(trajectory.tokens) > 1:
-                elements.append(_element(trajectory, float(advantage), group.ticket.temperature, lag, mask))
-    limit = config.learner.groups_per_update * config.learner.group_size
+                advantage_T = np.broadcast_to(np.asarray(advantage, np.float32), (len(trajectory.tokens),))
+                element = _element(trajectory, advantage_T, group.ticket.temperature, lag, mask)
+                elements.append(element | {"rewards": _at_the_end(float(reward), element["loss_mask"])})
+    limit = config.learner.most_groups * config.learner.group_size
     if len(elements) > limit:
         raise ValueError(f"{len(elements)} trajectories in one update: the config allows {limit}")
     elements.sort(key=lambda element: -len(element["tokens"]))
@@ -99,7 +106,7 @@ def _check(trajectory: Trajectory, lag: np.ndarray, mask: np.ndarray, config: Co
 
 
 def _element(
-    trajectory: Trajectory, advantage: float, temperature: float, lag: np.ndarray, mask: np.ndarray
+    trajectory: Trajectory, advantage_T: np.ndarray, temperature: float, lag: np.ndarray, mask: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Inputs at t, and what belongs to token t + 1."""
     num = len(trajectory.tokens) - 1
@@ -108,10 +115,18 @@ def _element(
         "targets": trajectory.tokens[1:].astype(np.int32),
         "loss_mask": np.asarray(mask[1:], bool),
         "behaviour_logprobs": trajectory.behaviour_logprobs[1:].astype(np.float32),
-        "advantages": np.full(num, advantage, np.float32),
+        "advantages": advantage_T[1:],
         "temperature": np.full(num, temperature, np.float32),
         "token_lag": np.asarray(lag[1:], np.int32),
     }
+
+
+def _at_the_end(reward: float, loss_mask: np.ndarray) -> np.ndarray:
+    """The reward at the last token of the mask; nowhere if there is none."""
+    rewards = np.zeros(len(loss_mask), np.float32)
+    if loss_mask.any():
+        rewards[np.flatnonzero(loss_mask)[-1]] = reward
+    return rewards
 
 
 def _first_fit(elements: list[dict[str, np.ndarray]], length: int, num_rows: int) -> list[dict[str, np.ndarray]]:
@@ -150,5 +165,6 @@ def _arrange(rows: list[dict[str, np.ndarray]], config: Config) -> PackedUpdate:
         advantages=stack("advantages", np.float32),
         temperature=stack("temperature", np.float32, fill=1),
         token_lag=stack("token_lag", np.int32),
+        rewards=stack("rewards", np.float32),
         num_microbatches=np.asarray(math.ceil(len(rows) / per_microbatch), np.int32),
     )

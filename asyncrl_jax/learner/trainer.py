@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,19 @@ from asyncrl_jax.transport.demonstrations import read_demonstrations
 from asyncrl_jax.types import Group
 from asyncrl_jax.weights.manifest import Canary, Leaf, leaves_digest
 
-from .advantages import group_advantages
+from .canary import canary_logprobs
 from .checkpoint import Checkpoints
+from .credit import assign_credit
+from .optimizer import learning_rate_at
 from .packing import pack_update
-from .step import TrainState, canary_logprobs, copy_params, create_state, learning_rate_at, make_train_step
+from .state import TrainState, copy_params, create_state
+from .step import make_train_step
 from .warm_start import warm_start
 
+log = logging.getLogger(__name__)
+
 CANARY_SHAPE = (4, 24)  # rows, tokens; at most environment.max_tokens
+TAUGHT_NOTHING_UPDATES = 10  # in a row without any advantage, until it is said
 
 
 class StopRequested(Exception):
@@ -41,6 +48,7 @@ class Trainer:
         self._state = create_state(config, config.seed, mesh)
         self._reference: Params | None = None
         self._step = make_train_step(config, mesh)
+        self._taught_nothing = 0  # updates in a row without any advantage
         self.warm_start_step = 0
         self.warm_start_accuracy = 0.0
         rows, length = CANARY_SHAPE
@@ -114,11 +122,23 @@ class Trainer:
         rewards = [np.asarray([t.reward for t in group.trajectories], np.float32) for group in groups]
         if self._config.reward.shuffle:
             rewards = _shuffled(rewards, seed)
-        advantages = [group_advantages(of_group, self._config.learner.advantage_eps) for of_group in rewards]
-        packed = pack_update(groups, advantages, lags, self._config, masks)
+        credit = assign_credit(self._config, groups, masks, rewards)
+        self._watch_credit(credit.statistics, update)
+        packed = pack_update(groups, credit.advantages, lags, self._config, credit.loss_masks, credit.rewards)
         rate = np.float32(learning_rate_at(self._config.learner, update))
         self._state, metrics = self._step(self._state, self._reference, packed, rate)
-        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return values | credit.statistics | {"recompilations": float(self._step.num_traces - 1)}
+
+    def _watch_credit(self, statistics: dict[str, float], update: int) -> None:
+        """Says so when update after update teaches nothing, as when each group holds one trajectory cut into steps."""
+        self._taught_nothing = self._taught_nothing + 1 if statistics["zero_advantage"] else 0
+        if self._taught_nothing == TAUGHT_NOTHING_UPDATES:
+            log.warning(
+                "update %d: every advantage of the last %d updates is 0; rewards within each group are all equal",
+                update,
+                TAUGHT_NOTHING_UPDATES,
+            )
 
     def host_weights(self) -> dict[str, np.ndarray]:
         """Copies of the weights by Hugging Face name, that no later step can touch."""

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 
 from asyncrl_jax.config import Config
-from asyncrl_jax.learner.step import SupervisedBatch, TrainState, make_supervised_step, start_from
+from asyncrl_jax.learner.state import TrainState, start_from
+from asyncrl_jax.learner.supervised import SupervisedBatch, make_supervised_step
 from asyncrl_jax.models.sharding import make_mesh
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # tokens int32 [T], loss_mask uint8 [T]

@@ -11,7 +11,8 @@ from update_setup import ramp_advantages, random_groups, tiny_config, zero_lags
 
 from asyncrl_jax.config import override
 from asyncrl_jax.learner.packing import pack_update
-from asyncrl_jax.learner.step import create_state, make_train_step, start_from
+from asyncrl_jax.learner.state import create_state, start_from
+from asyncrl_jax.learner.step import make_train_step
 from asyncrl_jax.models import init_params
 from asyncrl_jax.models.sharding import make_mesh
 

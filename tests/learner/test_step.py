@@ -13,8 +13,11 @@ import optax
 import pytest
 from update_setup import ramp_advantages, random_groups, tiny_config, zero_lags
 
+from asyncrl_jax.learner.canary import canary_logprobs
+from asyncrl_jax.learner.optimizer import learning_rate_at
 from asyncrl_jax.learner.packing import pack_update
-from asyncrl_jax.learner.step import canary_logprobs, copy_params, create_state, learning_rate_at, make_train_step
+from asyncrl_jax.learner.state import copy_params, create_state
+from asyncrl_jax.learner.step import make_train_step
 from asyncrl_jax.models import graph_of, init_params, merge
 from asyncrl_jax.models.sharding import make_mesh
 
@@ -69,11 +72,11 @@ def written_out_loss(params, groups, config):
     (target, routing), (reference, _) = logprobs(params), logprobs(reference_params())
     mask, behaviour = mask[:, 1:], behaviour[:, 1:]
     ratio = jnp.exp(jnp.where(mask > 0, target - behaviour, 0.0))
-    clipped = jnp.clip(ratio, 1 - learner.clip_range, 1 + learner.clip_range)
+    clipped = jnp.clip(ratio, 1 - learner.objective.clip_range, 1 + learner.objective.clip_range)
     policy = -jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
     d = reference - target
     kl = jnp.minimum(ratio, 2.0) * (jnp.exp(d) - 1 - d)
-    token_mean = jnp.sum(mask * (policy + learner.kl_coefficient * kl)) / mask.sum()
+    token_mean = jnp.sum(mask * (policy + learner.kl.coefficient * kl)) / mask.sum()
     share = routing.counts_E / routing.counts_E.sum(axis=1, keepdims=True)
     mean_prob = routing.prob_sums_E / lengths.sum()
     balance = config.model.num_experts * jnp.mean(jnp.sum(share * mean_prob, axis=1))

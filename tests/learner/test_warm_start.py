@@ -3,7 +3,8 @@ import pytest
 from update_setup import tiny_config
 
 from asyncrl_jax.config import override
-from asyncrl_jax.learner.step import canary_logprobs, copy_params, create_state
+from asyncrl_jax.learner.canary import canary_logprobs
+from asyncrl_jax.learner.state import copy_params, create_state
 from asyncrl_jax.learner.warm_start import warm_start
 
 

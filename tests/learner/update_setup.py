@@ -21,7 +21,7 @@ TINY = {
     "learner.microbatch_rows": 2,
     "learner.groups_per_update": 4,
     "learner.group_size": 4,
-    "learner.kl_coefficient": 0.1,
+    "learner.kl.coefficient": 0.1,
     "learner.balance_coefficient": 0.1,
     "learner.max_grad_norm": 1e6,
 }

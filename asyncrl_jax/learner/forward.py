@@ -1,0 +1,50 @@
+"""What the learner asks of a model: trunk, log-probs of targets, entropy. The only place that calls one.
+
+Dimensions: B rows, T positions of a row, D hidden width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from asyncrl_jax.learner.logprobs import token_logprobs
+from asyncrl_jax.models.router import Routing
+from asyncrl_jax.models.transformer import Params, merge
+
+
+class Scores(NamedTuple):
+    """Of the targets, [B, T], in nats at the temperature of sampling."""
+
+    logprobs: jax.Array
+    entropy: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A model as functions of its weights. A batch has `tokens`, `positions` and `segment_ids`, int32 [B, T]."""
+
+    graph: nnx.GraphDef
+
+    def trunk(self, params: Params, batch: Any) -> tuple[jax.Array, Routing]:
+        """(the head's input [B, T, D], what the routers did)."""
+        x_BTD, routing = merge(self.graph, params).trunk(batch.tokens, batch.positions, batch.segment_ids)
+        return x_BTD, routing
+
+    def scores(self, params: Params, x_BTD: jax.Array, batch: Any) -> Scores:
+        """Log-probs of `batch.targets` at `batch.temperature`, from the trunk's output."""
+        logits_BTV = merge(self.graph, params).head(x_BTD)
+        return Scores(*token_logprobs(logits_BTV, batch.targets, batch.temperature))
+
+    def logprobs(self, params: Params, batch: Any) -> jax.Array:
+        """[B, T], without gradient: for weights that are not being trained."""
+        x_BTD, _ = self.trunk(params, batch)
+        return jax.lax.stop_gradient(self.scores(params, x_BTD, batch).logprobs)
+
+    def logits(self, params: Params, batch: Any) -> tuple[jax.Array, Routing]:
+        """(float32 [B, T, V], what the routers did)."""
+        x_BTD, routing = self.trunk(params, batch)
+        return merge(self.graph, params).head(x_BTD), routing

@@ -1,0 +1,67 @@
+"""The supervised update, on demonstrations. Dimensions: B rows, T positions of a row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from asyncrl_jax.config import Config
+from asyncrl_jax.learner.aggregation import masked_mean
+from asyncrl_jax.learner.balance import balance_loss
+from asyncrl_jax.learner.compiled import CompiledStep
+from asyncrl_jax.learner.forward import Forward
+from asyncrl_jax.learner.logprobs import token_logprobs
+from asyncrl_jax.learner.packing import Array
+from asyncrl_jax.learner.state import Metrics, TrainState, apply_gradient, state_shardings
+from asyncrl_jax.models.sharding import batch_sharding
+from asyncrl_jax.models.transformer import Params, graph_of
+
+
+class SupervisedBatch(NamedTuple):
+    """Rows of demonstrations; position t predicts token t + 1. Arrays are [B, T]."""
+
+    tokens: Array  # int32
+    targets: Array  # int32
+    segment_ids: Array  # int32; 0 is padding
+    positions: Array  # int32
+    loss_mask: Array  # bool
+
+
+def make_supervised_step(config: Config, mesh: Mesh) -> CompiledStep:
+    """The compiled update `step(state, batch: SupervisedBatch, learning_rate) -> (state, metrics)`; `state` is donated.
+
+    Metrics: loss, cross_entropy (nats), accuracy (share of teacher-forced targets that are the likeliest token),
+    balance_loss, tokens, grad_norm, learning_rate, skipped.
+    """
+    forward = Forward(graph_of(config.model))
+
+    def loss_of(params: Params, batch: SupervisedBatch) -> tuple[jax.Array, Metrics]:
+        logits_BTV, routing = forward.logits(params, batch)
+        logprobs, _ = token_logprobs(logits_BTV, batch.targets, jnp.ones(batch.targets.shape))
+        num_tokens = jnp.sum(batch.loss_mask, dtype=jnp.float32)
+        balance = balance_loss(routing, routing.prob_sums_E, config.model.experts_per_token)
+        hits = (jnp.argmax(logits_BTV, axis=-1) == batch.targets).astype(jnp.float32)
+        metrics = {
+            "cross_entropy": masked_mean(-logprobs, batch.loss_mask, num_tokens),
+            "accuracy": masked_mean(hits, batch.loss_mask, num_tokens),
+            "balance_loss": balance,
+            "tokens": num_tokens,
+        }
+        return metrics["cross_entropy"] + config.learner.balance_coefficient * balance, metrics
+
+    def step(state: TrainState, batch: SupervisedBatch, learning_rate: jax.Array) -> tuple[TrainState, Metrics]:
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, batch)
+        grads |= jax.tree.map(jnp.zeros_like, state.critic)
+        state, applied = apply_gradient(
+            config.learner, state, grads, loss=loss, num_tokens=metrics["tokens"], learning_rate=learning_rate
+        )
+        return state, {"loss": loss} | metrics | applied
+
+    shardings = state_shardings(config, mesh)
+    batch_shardings = SupervisedBatch(*[batch_sharding(mesh)] * len(SupervisedBatch._fields))
+    return CompiledStep(
+        step, in_shardings=(shardings, batch_shardings, None), out_shardings=(shardings, None), donate_argnums=0
+    )
