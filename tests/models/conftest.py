@@ -1,5 +1,10 @@
+import sys
+from pathlib import Path
+
 import jax
 import pytest
+
+sys.path.append(str(Path(__file__).parent))  # hf_setup, whose checkpoints several tests share
 
 
 @pytest.fixture(autouse=True)
