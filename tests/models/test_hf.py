@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from asyncrl_jax.learner.losses import switch_balance_loss
+from asyncrl_jax.learner.balance import switch_balance_loss
 from asyncrl_jax.models import (
     decode_step,
     from_hf,
