@@ -11,6 +11,7 @@ import math
 import typing
 from typing import Any
 
+from asyncrl_jax.config_data import ArchiveConfig, ObserveConfig, PoolConfig
 from asyncrl_jax.config_leaf import branch, require, setting
 from asyncrl_jax.config_learner import LearnerConfig
 from asyncrl_jax.config_model import MeshConfig, ModelConfig
@@ -220,6 +221,9 @@ class Config:
     run_dir: str = setting("", "directory of the run; empty: runs/<time>-<mode>-<seed>")
     mode: str = setting("async", "sync, semi_async or async: settings of one admission mechanism")
     seed: int = setting(0, "of everything random in the run")
+    deterministic: bool = setting(
+        False, "promise that the same seed gives bit-equal weights; needs mode sync and one actor host"
+    )
     redis: RedisConfig = branch(RedisConfig)
     weights: WeightsConfig = branch(WeightsConfig)
     model: ModelConfig = branch(ModelConfig)
@@ -232,6 +236,9 @@ class Config:
     actor: ActorConfig = branch(ActorConfig)
     evaluation: EvaluationConfig = branch(EvaluationConfig)
     orchestrator: OrchestratorConfig = branch(OrchestratorConfig)
+    pool: PoolConfig = branch(PoolConfig)
+    archive: ArchiveConfig = branch(ArchiveConfig)
+    observe: ObserveConfig = branch(ObserveConfig)
 
     def __post_init__(self) -> None:
         require(self.mode in MODES, "mode", self.mode, f"use one of {', '.join(MODES)}")
@@ -276,6 +283,30 @@ class Config:
             "learner.advantage.overlong_buffer_tokens",
             self.learner.advantage.overlong_buffer_tokens,
             f"at most environment.max_tokens = {self.environment.max_tokens}",
+        )
+        require(
+            self.pool.size_updates <= lag.token_updates - lag.actor_updates + 1,
+            "pool.size_updates",
+            self.pool.size_updates,
+            f"at most N - A + 1 = {lag.token_updates - lag.actor_updates + 1}: what waits longer breaks the lag bound",
+        )
+        require(
+            not self.deterministic or self.mode == "sync",
+            "deterministic",
+            True,
+            f"needs --config.mode=sync, not {self.mode}: elsewhere the order of arrival decides",
+        )
+        require(
+            not self.deterministic or self.actor.num_hosts == 1,
+            "deterministic",
+            True,
+            f"needs --config.actor.num_hosts=1, not {self.actor.num_hosts}: which host samples what is not fixed",
+        )
+        require(
+            not self.deterministic or self.pool.refill_groups_per_update == 0,
+            "deterministic",
+            True,
+            "needs --config.pool.refill_groups_per_update=0: which groups are replaced depends on who comes first",
         )
         require(
             self.environment.max_tokens <= self.model.max_positions,

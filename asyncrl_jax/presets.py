@@ -9,13 +9,17 @@ from asyncrl_jax.config import Config, override
 PRESETS: dict[str, dict[str, Any]] = {
     # The defaults: a small MoE that learns arithmetic with a calculator in minutes on two CPU cores.
     "quickstart": {},
-    # Each group is trained on twice, from a pool that may hold 20 updates' worth: N - A = 20.
+    # Each group is trained on twice, from a pool of 20 updates' worth of uses.
     "replay": {
         "lag.actor_updates": 4,
         "lag.token_updates": 24,
         "learner.replay_ratio": 2,
+        "pool.size_updates": 20,
+        "pool.draw": "strata",
         "weights.keep_versions": 32,
     },
+    # Bit-equal weights from the same seed, on the same machine and packages; see docs/data.md.
+    "deterministic": {"deterministic": True, "mode": "sync", "actor.num_hosts": 1},
     # Where practice at scale starts from: 1,024 episodes an update, 16 steps an episode, 256 environments, replay 2.
     "seed": {
         "learner.groups_per_update": 128,

@@ -111,6 +111,11 @@ class Checkpoints:
             self._take_result()
         return self._durable
 
+    @property
+    def last_durable(self) -> int | None:
+        """The step that the owner's thread last saw durable: for other threads, which must not take its result."""
+        return self._durable
+
     def steps(self) -> list[int]:
         """Complete steps in the directory, ascending."""
         if not self._root.exists():

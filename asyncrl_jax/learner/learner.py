@@ -12,6 +12,8 @@ import numpy as np
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.observe.metrics import Metrics
+from asyncrl_jax.seeds import derive_seed
+from asyncrl_jax.transport.archive import TrainedBatch
 from asyncrl_jax.transport.codec import Limits
 from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.control import Control
@@ -21,10 +23,11 @@ from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.payloads import PayloadStore
 from asyncrl_jax.types import LearnerState, Line, WeightVersion
 
+from .advantages import group_advantages
 from .checkpoint import Checkpoints
 from .intake import Intake
-from .pool import Pool, PooledGroup
-from .progress import Progress, lag_statistics
+from .pool import Drawn, Moment, Pool, PooledGroup, bucket_of
+from .progress import lag_statistics
 from .publisher import Publisher
 from .settlement import Settlement, TrainedGroup
 from .staleness import Staleness
@@ -54,7 +57,7 @@ class Learner:
         self.settlement = Settlement(run_dir / "archive", self.reader, self.ledger, self.control)
         self.metrics = Metrics(run_dir, "learner")
         self.trainer = Trainer(config)
-        self.pool = Pool(config.learner.replay_ratio)
+        self.pool = Pool(config.learner.replay_ratio, config.pool)
         self.staleness = Staleness(
             {}, {0: Line(0)}, self.lag.token_updates, mask_over_age=self.lag.straggler_policy == "mask"
         )
@@ -63,19 +66,23 @@ class Learner:
             Limits.from_config(config),
             self.pool,
             self.knows_version,
+            refill_groups=config.pool.refill_groups_per_update,
+            advantage_eps=config.learner.advantage.eps,
         )
-        self.progress = Progress()
+        self.progress = self.intake.progress
         self.line = 0
         self.update = 0
         self.phase = "warm_start"
         self.epoch = 0
         self.version: WeightVersion | None = None  # newest announced
         self.uses: dict[str, list[int]] = {}  # updates that trained each ticket that is not settled
+        self.batches: list[TrainedBatch] = []  # of the updates that no durable checkpoint holds
         self.finished: list[TrainedGroup] = []  # no use left, not in a started checkpoint
         self.saving: tuple[int, list[TrainedGroup]] | None = None  # a checkpoint being written, and what it finishes
         self.forgotten: set[str] = set()  # tickets that the learner will settle and Redis lost with its data
         self.undone: set[str] = set()  # tickets trained on an abandoned line and not on this one
         self.update_s = 0.0  # seconds between updates, smoothed
+        self.starved_s = 0.0  # the last update's wait for a pool with enough groups
         self.vitals = Vitals(self.control, config.actor, self._heartbeat)
 
     def close(self) -> None:
@@ -86,12 +93,37 @@ class Learner:
 
     # -- update ------------------------------------------------------------------------------------------------------
 
-    def log_redo(self, batch: list[PooledGroup], seed: int) -> None:
-        groups = [[pooled.ticket_id, pooled.entry.partition, pooled.entry.entry_id] for pooled in batch]
-        self.control.append_redo(self.update + 1, {"line": self.line, "seed": seed, "groups": groups})
+    def draw(self) -> list[Drawn]:
+        """Takes the groups of the next update from the pool, which holds enough of them."""
+        moment = Moment(
+            bucket_weights=self._bucket_weights(),
+            lag=lambda p: max(self.staleness.version_lag(number, self.line, self.update) for number in p.versions),
+            last_chance=lambda p: self.staleness.is_unusable(p.versions, self.line, self.update + 1),
+            seed=derive_seed(self.config.seed, "draw", self.line, self.update),
+        )
+        return self.pool.draw(self.config.learner.groups_per_update, moment)
 
-    def apply(self, batch: list[PooledGroup], seed: int) -> dict[str, float]:
-        """One optimizer update on `batch`; a function of the weights, the ordered groups and the seed alone."""
+    def _bucket_weights(self) -> dict[str, float]:
+        """What the orchestrator asks for, by bucket; the config's weights until it has asked."""
+        asked = self.control.heartbeat("orchestrator", "0").get("weights")
+        environment = self.config.environment
+        return (
+            asked
+            if isinstance(asked, dict) and asked
+            else {
+                bucket_of(environment.name, level): weight for level, weight in enumerate(environment.level_weights, 1)
+            }
+        )
+
+    def log_redo(self, batch: list[Drawn], seed: int) -> None:
+        groups = [[d.pooled.ticket_id, d.pooled.entry.partition, d.pooled.entry.entry_id] for d in batch]
+        weights = [drawn.weight for drawn in batch]
+        payload = {"line": self.line, "seed": seed, "groups": groups, "weights": weights}
+        self.control.append_redo(self.update + 1, payload)
+
+    def apply(self, drawn: list[Drawn], seed: int) -> dict[str, float]:
+        """One optimizer update; a function of the weights, the ordered groups, their weights and the seed alone."""
+        batch, weights = [d.pooled for d in drawn], [d.weight for d in drawn]
         lags = [
             [self.staleness.token_lags(t, self.line, self.update) for t in pooled.group.trajectories]
             for pooled in batch
@@ -100,8 +132,10 @@ class Learner:
             [self.staleness.trainable_mask(t, lag) for t, lag in zip(pooled.group.trajectories, of_group, strict=True)]
             for pooled, of_group in zip(batch, lags, strict=True)
         ]
-        values = self.trainer.update([pooled.group for pooled in batch], lags, masks, seed, self.update)
-        values |= self._count(batch, lags, masks, values)
+        values = self.trainer.update([pooled.group for pooled in batch], lags, masks, seed, self.update, weights)
+        values |= self._count(batch, lags, masks, values) | {"draw_weight_max": max(weights)}
+        tickets = tuple(pooled.ticket_id for pooled in batch)
+        self.batches.append(TrainedBatch(self.line, self.update, seed, tickets, tuple(weights)))
         for pooled in batch:
             self.uses.setdefault(pooled.ticket_id, []).append(self.update)
             self.undone.discard(pooled.ticket_id)
@@ -127,8 +161,8 @@ class Learner:
         progress.mixed_version_trajectories += sum(
             np.unique(t.policy_versions[t.loss_mask.astype(bool)]).size > 1 for t in trajectories
         )
-        rewards = [[t.reward for t in pooled.group.trajectories] for pooled in batch]
-        progress.zero_variance_groups += sum(max(of_group) == min(of_group) for of_group in rewards)
+        progress.zero_variance_groups += sum(pooled.traits.zero_variance for pooled in batch)
+        progress.tokens_effective += sum(self._effective_tokens(p, m) for p, m in zip(batch, masks, strict=True))
         return {
             "expert_load_ratio": max(value for name, value in values.items() if "load_max_over_min" in name),
             "lag_mean": float(trained_lags.mean()) if trained_lags.size else 0.0,
@@ -137,8 +171,14 @@ class Learner:
             "tokens": float(trained_lags.size),
             "reward": float(np.mean([t.reward for t in trajectories])),
             "success_train": float(np.mean([t.success for t in trajectories])),
-            "zero_variance_share": float(np.mean([max(of_group) == min(of_group) for of_group in rewards])),
+            "zero_variance_share": float(np.mean([pooled.traits.zero_variance for pooled in batch])),
         }
+
+    def _effective_tokens(self, pooled: PooledGroup, masks: list[np.ndarray]) -> int:
+        """Tokens trained on whose advantage is not 0."""
+        rewards = np.asarray([t.reward for t in pooled.group.trajectories], np.float32)
+        advantages = group_advantages(rewards, self.config.learner.advantage.eps)
+        return sum(int(mask.sum()) for mask, advantage in zip(masks, advantages, strict=True) if advantage != 0)
 
     # -- publish -----------------------------------------------------------------------------------------------------
 
@@ -217,8 +257,13 @@ class Learner:
             "update": self.update,
             "epoch": self.epoch,
             "lines": [[line.line, line.parent, line.fork_update] for line in self.staleness.lines.values()],
+            "versions": [
+                [v.number, v.parent, v.line, v.update, v.manifest_digest, v.announced_at]
+                for _, v in sorted(self.staleness.versions.items())
+            ],
             "uses": self.uses,
             "finished": [trained.pooled.ticket_id for trained in finished],
+            "counted": sorted({pooled.ticket_id for pooled in self.pool.all()} | self.uses.keys()),
             "saved_at": time.time(),
             "undone": sorted(self.undone),
             "progress": self.progress.to_json(),
@@ -231,8 +276,16 @@ class Learner:
         (update, finished), self.saving = self.saving, None
         for trained in finished:
             self.uses.pop(trained.pooled.ticket_id, None)
+        self.intake.forget([trained.pooled.ticket_id for trained in finished])
         self.announce_state()  # first, so that what is outstanding is never taken for less than it is
-        self.settlement.settle(line=self.line, update=update, groups=finished)
+        batches = [batch for batch in self.batches if batch.update < update]
+        self.batches = self.batches[len(batches) :]
+        self.settlement.settle(line=self.line, update=update, groups=finished, batches=batches)
+
+    def archive_held(self) -> None:
+        """Puts beside the archive what was trained on and keeps uses that no update will make: a replay needs it."""
+        used = [TrainedGroup(p, tuple(self.uses[p.ticket_id]), time.time()) for p in self.pool.all() if p.uses]
+        self.settlement.hold(line=self.line, update=self.update, groups=used)
 
     def wait_durable(self) -> None:
         if self.saving is not None:
@@ -252,6 +305,13 @@ class Learner:
             "num_tokens_trained_total": float(self.progress.tokens_trained),
             "tokens_per_s": values["tokens"] / (wait_s + step_s),
             "queue_depth": float(len(self.pool)),
+            "pool_updates": self.pool.uses_left / self.config.learner.groups_per_update,
+            "effective_token_share": self.progress.effective_token_share,
+            "num_tokens_generated_total": float(self.progress.tokens_generated),
+            "filtered_groups": float(self.progress.groups_filtered),
+            "overfilled_groups": float(self.progress.groups_overfilled),
+            "starved_s": self.starved_s,
+            **self.intake.next_update().means(),
             "wait_s": wait_s,
             "step_s": step_s,
         }
@@ -281,7 +341,7 @@ class Learner:
             "update_s": self.update_s,
             "service_s": self.intake.service_s,
             "queue_depth": len(self.pool),
-            "checkpoint_update": self.checkpoints.durable(),
+            "checkpoint_update": self.checkpoints.last_durable,
             "tokens_trained": progress.tokens_trained,
             "busy": progress.busy_share,
             "lag_mean": lags["mean"],
@@ -291,5 +351,9 @@ class Learner:
             "over_bound_tokens": progress.over_bound_tokens,
             "mixed_version_trajectories": progress.mixed_version_trajectories,
             "zero_variance_groups": progress.zero_variance_groups,
+            "effective_token_share": progress.effective_token_share,
+            "filtered_groups": progress.groups_filtered,
+            "overfilled_groups": progress.groups_overfilled,
+            "starved_s": progress.starved_s,
             "skipped_updates": progress.skipped_updates,
         }

@@ -25,7 +25,7 @@ from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import Outcome
 
 from .learner import Learner
-from .pool import PooledGroup
+from .pool import Drawn
 from .resume import reopen_after_reset, start_or_resume
 from .trainer import StopRequested
 
@@ -91,6 +91,7 @@ def finish(learner: Learner) -> None:
     learner.wait_durable()
     if learner.update < learner.config.learner.num_updates:
         return  # stopped early: resumable from here
+    learner.archive_held()
     learner.phase = "done"
     learner.announce_state()
     log.info("all %d updates are done and durable; waiting for the last evaluation", learner.update)
@@ -99,9 +100,10 @@ def finish(learner: Learner) -> None:
         _follow_epoch(learner)
 
 
-def _collect(learner: Learner) -> list[PooledGroup] | None:
+def _collect(learner: Learner) -> list[Drawn] | None:
     """The next update's groups, in a fixed order; None when the run stops."""
     since = told_at = time.monotonic()
+    starved_until = since
     waited_for_stragglers_since: float | None = None
     while not _stopping(learner):
         learner.vitals.check()
@@ -116,9 +118,12 @@ def _collect(learner: Learner) -> list[PooledGroup] | None:
             if waited_for_stragglers_since is None:
                 waited_for_stragglers_since = now
             if not late or now - waited_for_stragglers_since >= learner.lag.straggler_wait_s:
-                return learner.pool.draw(learner.config.learner.groups_per_update)
+                learner.starved_s = starved_until - since
+                learner.progress.starved_s += learner.starved_s
+                return learner.draw()
             waiting_for = f"tickets {sorted(late)[:8]}, due by this update"
         else:
+            starved_until = now
             missing = learner.config.learner.groups_per_update - len(learner.pool)
             waiting_for = f"{missing} more groups"
         if now - told_at >= NAMED_WAIT_S:
@@ -146,6 +151,8 @@ def expire(learner: Learner) -> None:
             continue
         outcome = Outcome.UNDONE if pooled.ticket_id in learner.undone else Outcome.EXPIRED
         learner.reader.complete([(pooled.entry, pooled.ticket_id)], outcome, learner.update, reason="lag_bound")
+        learner.intake.forget([pooled.ticket_id])
+        learner.progress.groups_overfilled += 1
         log.info("ticket %s %s: older than %d updates", pooled.ticket_id, outcome, learner.staleness.bound)
     if any(pooled.uses for pooled in taken):
         learner.announce_state()  # or their last uses would be waited for, and nothing issued in their place

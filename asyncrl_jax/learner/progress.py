@@ -38,6 +38,12 @@ class Progress:
     zero_variance_groups: int = 0  # uses whose rewards were all equal: advantage exactly 0
     mixed_version_trajectories: int = 0  # trajectories whose tokens came from more than one version
     skipped_updates: int = 0  # non-finite loss or gradient
+    groups_arrived: int = 0  # valid ones, whatever became of them
+    tokens_generated: int = 0  # tokens that the policy made for them
+    tokens_effective: int = 0  # of the tokens trained, those whose advantage is not 0
+    groups_filtered: int = 0  # left out for want of variance, and replaced
+    groups_overfilled: int = 0  # grew too old in the pool without a use: it held more than the updates could take
+    starved_s: float = 0.0  # waited because fewer groups were pooled than an update takes
     busy_s: float = 0.0  # in updates
     wait_s: float = 0.0  # for groups
     lag_histogram: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
@@ -50,6 +56,11 @@ class Progress:
             if value > bound:
                 self.over_bound_tokens += count
         self.tokens_trained += int(lags_T.size)
+
+    @property
+    def effective_token_share(self) -> float:
+        """Trained tokens that teach something ÷ generated tokens; a group used twice counts twice above."""
+        return self.tokens_effective / self.tokens_generated if self.tokens_generated else 0.0
 
     @property
     def busy_share(self) -> float:

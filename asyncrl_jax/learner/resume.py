@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from asyncrl_jax.transport.archive import TrainedBatch
 from asyncrl_jax.types import Line, Outcome, WeightVersion
 from asyncrl_jax.weights.manifest import VersionGone, content_digest
 from asyncrl_jax.weights.publish import committed, sweep
 from asyncrl_jax.weights.read import describe, read_manifest
 
 from .learner import Learner
-from .pool import PooledGroup
+from .pool import Drawn, PooledGroup
 from .progress import Progress
 from .settlement import TrainedGroup
 
@@ -95,7 +96,8 @@ def _restore(learner: Learner, step: int) -> dict[str, Any]:
     learner.uses = {ticket_id: list(updates) for ticket_id, updates in meta["uses"].items()}
     learner.undone = set(meta["undone"])
     learner.progress = Progress.from_json(meta["progress"])
-    learner.finished = []
+    learner.intake.resume(learner.progress, meta.get("counted", learner.uses))
+    learner.finished, learner.batches = [], []
     return meta
 
 
@@ -116,8 +118,16 @@ def _read_pending(learner: Learner, meta: dict[str, Any]) -> list[PooledGroup]:
             held.setdefault(pooled.ticket_id, pooled)
     _keep_uses(learner, list(held.values()))
     learner.announce_state()
-    learner.settlement.settle(line=learner.line, update=learner.update, groups=settled)
+    batches = [batch for batch in map(_batch, learner.control.redo(0)) if batch.update < learner.update]
+    learner.settlement.settle(line=learner.line, update=learner.update, groups=settled, batches=batches)
     return list(held.values())
+
+
+def _batch(entry: dict[str, Any]) -> TrainedBatch:
+    """What an entry of the redo log states; one of an earlier release has no weights, which were 1."""
+    tickets = tuple(ticket_id for ticket_id, _, _ in entry["groups"])
+    weights = tuple(entry.get("weights", [1.0] * len(tickets)))
+    return TrainedBatch(entry["line"], entry["update"] - 1, entry["seed"], tickets, weights)
 
 
 def _keep_uses(learner: Learner, held: list[PooledGroup]) -> None:
@@ -131,6 +141,7 @@ def _fill_pool(learner: Learner, held: list[PooledGroup]) -> None:
     learner.pool.clear()
     for pooled in held:
         pooled.uses = len(learner.uses.get(pooled.ticket_id, ()))
+        learner.intake.count(pooled)
         learner.pool.add(pooled)
 
 
@@ -139,13 +150,12 @@ def _redo(learner: Learner) -> bool:
     for entry in learner.control.redo(learner.update):
         if entry["line"] != learner.line or entry["update"] != learner.update + 1:
             continue  # of a line abandoned before
-        batch = []
-        for ticket_id, _, _ in entry["groups"]:
-            if ticket_id not in learner.pool:
-                log.error("update %d cannot be replayed: the group of ticket %s is gone", learner.update, ticket_id)
-                return False
-            batch.append(learner.pool.use(ticket_id))
-        learner.apply(batch, entry["seed"])
+        logged = _batch(entry)
+        if gone := [ticket_id for ticket_id in logged.tickets if ticket_id not in learner.pool]:
+            log.error("update %d cannot be replayed: the group of ticket %s is gone", learner.update, gone[0])
+            return False
+        pairs = zip(logged.tickets, logged.weights, strict=True)
+        learner.apply([Drawn(learner.pool.use(ticket_id), weight) for ticket_id, weight in pairs], logged.seed)
         if not _reproduced(learner):
             return False
     newest = [v.update for v in learner.staleness.versions.values() if v.line == learner.line]

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from asyncrl_jax.transport.archive import (
     ArchivedGroup,
+    TrainedBatch,
     read_groups,
     read_ledger_events,
+    write_batches,
     write_groups,
     write_ledger_events,
 )
@@ -48,19 +50,17 @@ class Settlement:
         self._control = control
         archive.mkdir(parents=True, exist_ok=True)
 
-    def settle(self, *, line: int, update: int, groups: list[TrainedGroup]) -> None:
-        """Archives and settles what the durable checkpoint at `update` of `line` has trained."""
+    def settle(self, *, line: int, update: int, groups: list[TrainedGroup], batches: list[TrainedBatch]) -> None:
+        """Archives and settles what the durable checkpoint at `update` of `line` has trained.
+
+        Args:
+          groups: with no use left.
+          batches: of the updates since the checkpoint before.
+        """
+        if batches and not (path := self._archive / f"updates-{line:03d}-{update:08d}.avro").exists():
+            write_batches(path, batches)
         if groups:
-            rows = [
-                ArchivedGroup(
-                    group=trained.pooled.group,
-                    dequeued_at=trained.pooled.dequeued_at,
-                    trained_at=trained.trained_at,
-                    line=line,
-                    updates=trained.updates,
-                )
-                for trained in groups
-            ]
+            rows = [_archived(trained, line) for trained in groups]
             path = self._archive / f"groups-{line:03d}-{update:08d}.avro"
             if not path.exists():  # written whole, once: after a kill some of its groups may already be acknowledged
                 write_groups(path, rows)
@@ -69,6 +69,12 @@ class Settlement:
         self._reader.sweep_payloads()
         self._control.trim_redo(update)
         self._archive_events()
+
+    def hold(self, *, line: int, update: int, groups: list[TrainedGroup]) -> None:
+        """Writes down trained groups whose tickets stay live, in a file that the ledger does not count."""
+        if groups:
+            path = self._archive / f"held-{line:03d}-{update:08d}.avro"
+            write_groups(path, [_archived(trained, line) for trained in groups])
 
     def record_lost(self, epoch: int, update: int, held: Collection[str]) -> int:
         """After a reset of Redis: writes down as failed what the archive knows as issued and nobody holds any more.
@@ -110,3 +116,13 @@ class Settlement:
         while events := self._ledger.events(count=EVENTS_PER_READ):
             write_ledger_events(self._archive / f"ledger-{events[0].event_id}.avro", events)
             self._ledger.discard_events([event.event_id for event in events])
+
+
+def _archived(trained: TrainedGroup, line: int) -> ArchivedGroup:
+    return ArchivedGroup(
+        group=trained.pooled.group,
+        dequeued_at=trained.pooled.dequeued_at,
+        trained_at=trained.trained_at,
+        line=line,
+        updates=trained.updates,
+    )

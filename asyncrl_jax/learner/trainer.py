@@ -25,7 +25,7 @@ from .checkpoint import Checkpoints
 from .credit import assign_credit
 from .optimizer import learning_rate_at
 from .packing import pack_update
-from .state import TrainState, copy_params, create_state
+from .state import TrainState, copy_params, create_state, start_from
 from .step import make_train_step
 from .warm_start import warm_start
 
@@ -44,7 +44,7 @@ class Trainer:
 
     def __init__(self, config: Config):
         self._config = config
-        mesh = make_mesh(config.mesh)
+        mesh = self._mesh = make_mesh(config.mesh)
         self._state = create_state(config, config.seed, mesh)
         self._reference: Params | None = None
         self._step = make_train_step(config, mesh)
@@ -99,6 +99,12 @@ class Trainer:
     def load_reference(self, directory: Path) -> None:
         self._reference, _ = Checkpoints(directory, keep=1).restore(0, self._state.params)
 
+    def start_from_reference(self, directory: Path) -> None:
+        """Puts the train state where the first update found it: the weights of v0, a fresh optimizer."""
+        weights, _ = Checkpoints(directory, keep=1).restore(0, self._state.params)
+        self._reference = weights
+        self._state = start_from(self._config, weights, self._mesh)
+
     def update(
         self,
         groups: Sequence[Group],
@@ -106,6 +112,7 @@ class Trainer:
         masks: Sequence[Sequence[np.ndarray]],
         seed: int,
         update: int,
+        weights: Sequence[float] | None = None,
     ) -> dict[str, float]:
         """One optimizer update.
 
@@ -115,6 +122,7 @@ class Trainer:
           masks: uint8 [T] of the same; the tokens that enter the loss.
           seed: of everything random in the update.
           update: updates done before; the learning rate's schedule follows it.
+          weights: of each group's policy gradient, where the draw was not uniform; None: 1 each.
 
         Returns:
           Metrics of the update; `skipped` is 1 when the gradient was not finite and nothing changed.
@@ -122,7 +130,7 @@ class Trainer:
         rewards = [np.asarray([t.reward for t in group.trajectories], np.float32) for group in groups]
         if self._config.reward.shuffle:
             rewards = _shuffled(rewards, seed)
-        credit = assign_credit(self._config, groups, masks, rewards)
+        credit = assign_credit(self._config, groups, masks, rewards, weights)
         self._watch_credit(credit.statistics, update)
         packed = pack_update(groups, credit.advantages, lags, self._config, credit.loss_masks, credit.rewards)
         rate = np.float32(learning_rate_at(self._config.learner, update))

@@ -34,6 +34,8 @@ _PACKAGES = (
 
 _STORES = {"": ("", ""), "file": ("", ""), "gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # package, and our extra
 DEVICES_LIMIT_S = 120.0
+OVERLAP_TASKS_PER_LEVEL = 100  # that the splits are compared on
+MOST_NEAR = 0.05  # share of held-out prompts that may be nearly the same as a training prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
     checks: list[Callable[[], Check]] = [
         _packages,
         lambda: _environment(config),
+        lambda: _splits(config),
         lambda: _devices(config),
         lambda: _weights(config),
         lambda: _directory(run_dir, resume),
@@ -85,6 +88,26 @@ def _environment(config: Config) -> Check:
     except ValueError as error:
         return Check("environment", config.environment.name, str(error))
     return Check("environment", config.environment.name)
+
+
+def _splits(config: Config) -> Check:
+    """Looks for held-out tasks among the training tasks, in the first of each level."""
+    from asyncrl_jax.actor.envs.overlap import check_splits
+    from asyncrl_jax.actor.envs.registry import ENVIRONMENTS
+
+    environment = ENVIRONMENTS.get(config.environment.name)
+    if environment is None:
+        return Check("task splits", "not looked at: the environment is unknown")
+    levels = range(1, min(len(config.environment.level_weights), environment.num_levels) + 1)
+    found = check_splits(environment, levels, OVERLAP_TASKS_PER_LEVEL)
+    counts = f"{found.num_train} training and {found.num_heldout} held-out prompts"
+    if found.exact:
+        problem = f"{len(found.exact)} of {counts} are in both: success on held-out tasks would mean nothing"
+        return Check("task splits", counts, problem)
+    if found.near_share > MOST_NEAR:
+        problem = f"{len(found.near)} of {counts} are nearly the same as a training prompt"
+        return Check("task splits", counts, problem, warning=True)
+    return Check("task splits", f"{counts}, {len(found.near)} nearly the same")
 
 
 def _devices(config: Config) -> Check:

@@ -282,6 +282,7 @@ class Orchestrator:
             groups_per_update=settings.groups_per_update,
             replay_ratio=settings.replay_ratio,
             num_updates=settings.num_updates,
+            pool_updates=self._config.pool.size_updates,
         )
         self._decision = decision
         if decision.num_tickets > 0 and self._drawable():

@@ -69,9 +69,43 @@ _ARCHIVED = {
     "type": "record",
     "name": "ArchivedGroup",
     "namespace": "asyncrl_jax",
+    "fields": [
+        *_fields(
+            group=_GROUP,
+            dequeued_at="double",
+            trained_at="double",
+            line="int",
+            updates={"type": "array", "items": "long"},
+        ),
+        # For whoever asks the archive with SQL: what else would have to be computed from the bytes of the group.
+        {"name": "reward_mean", "type": "double", "default": 0.0},
+        {"name": "success_share", "type": "double", "default": 0.0},
+        {"name": "num_tokens", "type": "long", "default": 0},
+        {"name": "num_sampled_tokens", "type": "long", "default": 0},
+        {"name": "oldest_version", "type": "int", "default": -1},
+        {"name": "newest_version", "type": "int", "default": -1},
+    ],
+}
+
+_TRAINED_BATCH = {
+    "type": "record",
+    "name": "TrainedBatch",
+    "namespace": "asyncrl_jax",
     "fields": _fields(
-        group=_GROUP, dequeued_at="double", trained_at="double", line="int", updates={"type": "array", "items": "long"}
+        line="int",
+        update="long",
+        seed="long",
+        tickets={"type": "array", "items": "string"},
+        weights={"type": "array", "items": "double"},
     ),
+}
+
+# What is left of an archived group when its tokens are dropped: enough for the ledger.
+_RETIRED = {
+    "type": "record",
+    "name": "RetiredGroup",
+    "namespace": "asyncrl_jax",
+    "fields": _fields(ticket_id="string", line="int", updates={"type": "array", "items": "long"}),
 }
 
 _LEDGER_EVENT = {
@@ -93,6 +127,17 @@ TICKET = fastavro.parse_schema(_TICKET)
 GROUP = fastavro.parse_schema(_GROUP)
 ARCHIVED = fastavro.parse_schema(_ARCHIVED)
 LEDGER_EVENT = fastavro.parse_schema(_LEDGER_EVENT)
+TRAINED_BATCH = fastavro.parse_schema(_TRAINED_BATCH)
+RETIRED = fastavro.parse_schema(_RETIRED)
+
+
+def without_defaults(schema: Any) -> Any:
+    """The schema to write files with: only a reader needs defaults, and Polars refuses files whose schema has them."""
+    if isinstance(schema, list):
+        return [without_defaults(part) for part in schema]
+    if isinstance(schema, dict):
+        return {key: without_defaults(value) for key, value in schema.items() if key != "default"}
+    return schema
 
 
 def fingerprint_of(schema: Any) -> bytes:

@@ -68,6 +68,7 @@ def test_every_preset_is_valid(name):
 def test_preset_replay_allows_a_pool_of_20_updates():
     lag = preset("replay").effective_lag
     assert (lag.actor_updates, lag.token_updates) == (4, 24)
+    assert preset("replay").pool.size_updates == 20
 
 
 def test_a_config_file_round_trips(tmp_path):
@@ -114,6 +115,10 @@ MISTAKES = {
     "--config_file=/nowhere.json": "/nowhere.json: No such file",
     "--config.redis.url=redis://:secret@host": "password_file",
     "--config.redis.url=redis://host?password=secret": "password_file",
+    "--config.pool.draw=lifo": "--config.pool.draw=lifo: use fifo or strata",
+    "--config.pool.size_updates=4": "at most N - A + 1 = 3",
+    "--config.deterministic": "--config.deterministic=True: needs --config.mode=sync, not async",
+    "--config.observe.writers=tensorboard,excel": "--config.observe.writers=excel: use tensorboard, wandb",
     "--config.reward.final=inf": "--config.reward.final=inf",
     "--config.seed=18446744073709551616": "--config.seed=18446744073709551616",
     "train": "unexpected argument 'train'",

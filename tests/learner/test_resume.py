@@ -27,7 +27,7 @@ def straight(server, tmp_path_factory):
 CRASHES = {
     "before_the_redo_log": ("control", "append_redo", {"when": lambda update, _: update == 5}),
     "after_the_redo_log": ("control", "append_redo", {"when": lambda update, _: update == 5, "after": True}),
-    "after_the_update": ("trainer", "update", {"when": lambda *args: args[-1] == 4, "after": True}),
+    "after_the_update": ("trainer", "update", {"when": lambda *args: args[4] == 4, "after": True}),
     "between_commit_and_announcement": ("control", "announce", {"when": lambda version: version.update == 5}),
     "before_the_checkpoint": ("checkpoints", "save", {"when": lambda step, *_: step == 6}),
     "before_the_archive": ("settlement", "settle", {"when": lambda *, groups, **_: groups}),

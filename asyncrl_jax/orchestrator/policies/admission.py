@@ -65,6 +65,7 @@ def decide(
     groups_per_update: int,
     replay_ratio: int,
     num_updates: int,
+    pool_updates: int = 0,
 ) -> Admission:
     """Tickets to issue now.
 
@@ -75,6 +76,7 @@ def decide(
       groups_per_update: groups one update consumes.
       replay_ratio: most updates that may train on one group.
       num_updates: length of the run; nothing is issued that no update could use.
+      pool_updates: updates' worth of uses that the learner's pool is to hold, within the bound; 0: just in time.
     """
     update = observed.update
     if observed.fresh:
@@ -85,7 +87,7 @@ def decide(
         deadline = min_update + lag.token_updates
         bound = (lag.token_updates - lag.actor_updates + 1) * groups_per_update
         ahead = observed.factor * (_groups_in_service(observed, groups_per_update) + lag.slack_groups)
-        target = min(bound, groups_per_update + math.ceil(ahead))
+        target = min(bound, max(groups_per_update + math.ceil(ahead), pool_updates * groups_per_update))
     else:
         period = lag.semi_async_batches
         start = update - update % period

@@ -1,0 +1,149 @@
+"""Trains again from what a run left: the same first weights, the same batches in the same order, the same bits.
+
+The archive states what every update of the surviving line trained on (`updates-*.avro`) and holds the groups
+(`groups-*.avro`; those with uses left, that no checkpoint had settled yet, in `held-*.avro`). Bit-equality is claimed
+for the same packages, mesh, machine and number of threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from asyncrl_jax.config import Config
+from asyncrl_jax.transport.archive import TrainedBatch, read_batches, read_groups
+from asyncrl_jax.types import Group, Line, WeightVersion
+from asyncrl_jax.weights.manifest import VersionGone, content_digest
+from asyncrl_jax.weights.publish import committed
+from asyncrl_jax.weights.read import describe, read_manifest
+
+from .checkpoint import Checkpoints
+from .staleness import Staleness
+from .trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What a replay came to."""
+
+    line: int  # the surviving one
+    updates: int  # made again
+    weights_digest: str  # of the last weights
+    compared: tuple[int, ...]  # published versions that were still there, and equal
+    differing: tuple[int, ...]  # and those that were not equal
+
+
+def on_line(line: int, update: int, surviving: int, lines: Mapping[int, Line]) -> bool:
+    """Whether the update that made `update` + 1 updates on `line` is part of the surviving line.
+
+    A line shares with its parent what the parent had done when it was left.
+    """
+    if line not in lines or surviving not in lines:
+        return line == surviving
+    shared: dict[int, float] = {}  # of the surviving line's ancestors: updates that it shares with them
+    current, limit = surviving, float("inf")
+    while True:
+        shared[current] = limit
+        parent = lines[current].parent
+        if parent is None:
+            break
+        limit = min(limit, lines[current].fork_update)
+        current = parent
+    own_limit, current = float("inf"), line
+    while current not in shared:
+        own_limit = min(own_limit, lines[current].fork_update)
+        parent = lines[current].parent
+        assert parent is not None, "lines of one run have a common ancestor"
+        current = parent
+    return update < min(shared[current], own_limit)
+
+
+def surviving_batches(archive: Path, line: int, lines: Mapping[int, Line]) -> list[TrainedBatch]:
+    """What every update of the line trained on, in order, as far as the archive knows it.
+
+    Raises:
+      ValueError: for a damaged file, or two different batches of one update.
+    """
+    found: dict[int, TrainedBatch] = {}
+    for path in sorted(archive.glob("updates-*.avro")):
+        for batch in read_batches(path):
+            if not on_line(batch.line, batch.update, line, lines):
+                continue
+            known = found.setdefault(batch.update, batch)
+            if (known.tickets, known.weights) != (batch.tickets, batch.weights):
+                raise ValueError(f"{path}: update {batch.update} trained on something else in another file")
+    return [found[update] for update in sorted(found)]
+
+
+def archived_groups(archive: Path, wanted: Iterable[str] | None = None) -> dict[str, Group]:
+    """Groups by ticket, those that a run's end left with uses included; all, or those wanted."""
+    names = None if wanted is None else set(wanted)
+    return {
+        row.group.ticket.ticket_id: row.group
+        for pattern in ("held-*.avro", "groups-*.avro")
+        for path in sorted(archive.glob(pattern))
+        for row in read_groups(path)
+        if names is None or row.group.ticket.ticket_id in names
+    }
+
+
+def replay(config: Config, run_dir: Path, num_updates: int | None = None) -> Replayed:
+    """Makes the updates of a run's surviving line again, from v0 on.
+
+    Args:
+      config: of the run.
+      run_dir: with `archive/`, `reference/` (the weights of v0), `checkpoints/` and, to compare with, `weights/`.
+      num_updates: to make at most; None for all that the newest checkpoint holds.
+
+    Raises:
+      ValueError: if the archive does not hold an update or one of its groups.
+      FileNotFoundError: without a checkpoint.
+    """
+    meta = Checkpoints(run_dir / "checkpoints", keep=1).meta()
+    lines = {number: Line(number, parent, fork) for number, parent, fork in meta["lines"]}
+    weights_dir = config.weights.directory or str(run_dir / "weights")
+    recorded = {number: WeightVersion(number, *rest) for number, *rest in meta.get("versions", [])}
+    on_disk = {number: describe(weights_dir, number) for number in committed(weights_dir)}
+    staleness = Staleness(
+        recorded | on_disk,
+        lines,
+        config.effective_lag.token_updates,
+        mask_over_age=config.lag.straggler_policy == "mask",
+    )
+    last = min(meta["update"], num_updates if num_updates is not None else meta["update"])
+    batches = {batch.update: batch for batch in surviving_batches(run_dir / "archive", meta["line"], lines)}
+    groups = archived_groups(run_dir / "archive")
+    trainer = Trainer(config)
+    trainer.start_from_reference(run_dir / "reference")
+    equal: list[int] = []
+    differing: list[int] = []
+
+    def compare(done: int) -> None:
+        for number, version in on_disk.items():
+            if version.update == done and on_line(version.line, done - 1, meta["line"], lines):
+                try:
+                    published = content_digest(read_manifest(weights_dir, number))
+                except VersionGone:
+                    continue
+                (equal if published == trainer.weights_digest() else differing).append(number)
+
+    compare(0)
+    for update in range(last):
+        batch = batches.get(update)
+        missing = [name for name in batch.tickets if name not in groups] if batch else []
+        if batch is None or missing:
+            what = f"the group of ticket {missing[0]}" if missing else "what it trained on"
+            raise ValueError(f"{run_dir / 'archive'}: update {update} cannot be made again, {what} is not there")
+        trained = [groups[name] for name in batch.tickets]
+        lags = [[staleness.token_lags(t, batch.line, update) for t in group.trajectories] for group in trained]
+        masks = [
+            [staleness.trainable_mask(t, lag) for t, lag in zip(group.trajectories, of_group, strict=True)]
+            for group, of_group in zip(trained, lags, strict=True)
+        ]
+        trainer.update(trained, lags, masks, batch.seed, update, batch.weights)
+        compare(update + 1)
+    return Replayed(meta["line"], last, trainer.weights_digest(), tuple(equal), tuple(differing))
