@@ -326,12 +326,14 @@ class Config:
             self.mesh.expert,
             f"must divide model.num_experts = {self.model.num_experts}",
         )
-        require(
-            self.learner.microbatch_rows % (self.mesh.data * self.mesh.fsdp) == 0,
-            "learner.microbatch_rows",
-            self.learner.microbatch_rows,
-            f"must be a multiple of mesh.data × mesh.fsdp = {self.mesh.data * self.mesh.fsdp}",
-        )
+        for name, rows in (
+            ("learner.microbatch_rows", self.learner.microbatch_rows),
+            ("warm_start.batch_rows", self.warm_start.batch_rows),
+        ):
+            shards = self.mesh.batch_shards
+            require(
+                rows % shards == 0, name, rows, f"must be a multiple of mesh.data × mesh.fsdp × mesh.expert = {shards}"
+            )
 
     @property
     def effective_lag(self) -> LagConfig:

@@ -226,7 +226,16 @@ class MeshConfig:
     fsdp: int = setting(1, "devices along the fsdp axis (parameters sharded)")
     expert: int = setting(1, "devices along the expert axis")
     tensor: int = setting(1, "devices along the tensor axis")
+    expert_buffer: float = setting(
+        1.5, "rows that one exchange between expert shards carries ÷ those of a balanced load; more take more exchanges"
+    )
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            require(getattr(self, field.name) >= 1, f"mesh.{field.name}", getattr(self, field.name), "at least 1")
+        for name in ("data", "fsdp", "expert", "tensor"):
+            require(getattr(self, name) >= 1, f"mesh.{name}", getattr(self, name), "at least 1")
+        require(self.expert_buffer > 0, "mesh.expert_buffer", self.expert_buffer, "more than 0")
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts that the rows of a batch are cut into."""
+        return self.data * self.fsdp * self.expert

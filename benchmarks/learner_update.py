@@ -20,7 +20,7 @@ from asyncrl_jax.learner.advantages import group_advantages
 from asyncrl_jax.learner.packing import PackedUpdate, pack_update
 from asyncrl_jax.learner.state import copy_params, create_state
 from asyncrl_jax.learner.step import make_train_step
-from asyncrl_jax.models.sharding import make_mesh
+from asyncrl_jax.models.mesh import make_mesh
 from asyncrl_jax.types import FinishReason, Group, Task, Ticket, Trajectory
 
 

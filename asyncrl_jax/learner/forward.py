@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
+from asyncrl_jax.config import Config
 from asyncrl_jax.learner.logprobs import token_logprobs
+from asyncrl_jax.models.moe import Placement
 from asyncrl_jax.models.router import Routing
-from asyncrl_jax.models.transformer import Params, merge
+from asyncrl_jax.models.transformer import Params, graph_of, merge
 
 
 class Scores(NamedTuple):
@@ -21,6 +24,11 @@ class Scores(NamedTuple):
 
     logprobs: jax.Array
     entropy: jax.Array
+
+
+def forward_on(config: Config, mesh: Mesh) -> Forward:
+    """The model of the config, its experts spread over the mesh."""
+    return Forward(graph_of(config.model, Placement(mesh, config.mesh.expert_buffer)))
 
 
 @dataclasses.dataclass(frozen=True)

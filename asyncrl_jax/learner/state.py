@@ -13,7 +13,8 @@ from asyncrl_jax.config import Config, LearnerConfig
 from asyncrl_jax.learner import kl
 from asyncrl_jax.learner.optimizer import make_optimizer, moving_average, select
 from asyncrl_jax.learner.values import init_critic
-from asyncrl_jax.models.sharding import make_mesh, param_shardings, replicated
+from asyncrl_jax.models.mesh import make_mesh, replicated
+from asyncrl_jax.models.sharding import param_shardings
 from asyncrl_jax.models.transformer import Params, init_params
 
 Metrics = dict[str, jax.Array]

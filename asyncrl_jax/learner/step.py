@@ -27,15 +27,15 @@ from asyncrl_jax.learner import kl
 from asyncrl_jax.learner.aggregation import count_sequences, whiten
 from asyncrl_jax.learner.balance import balance_loss
 from asyncrl_jax.learner.compiled import CompiledStep
-from asyncrl_jax.learner.forward import Forward
+from asyncrl_jax.learner.forward import Forward, forward_on
 from asyncrl_jax.learner.objective import Counts, CriticTokens, Sums, Tokens, step_loss
 from asyncrl_jax.learner.optimizer import lag_response
 from asyncrl_jax.learner.packing import PackedUpdate
 from asyncrl_jax.learner.state import Metrics, TrainState, apply_gradient, state_shardings
 from asyncrl_jax.learner.values import critic_values, gae, suffix_sums
+from asyncrl_jax.models.mesh import batch_sharding, replicated
 from asyncrl_jax.models.router import Routing
-from asyncrl_jax.models.sharding import batch_sharding, replicated
-from asyncrl_jax.models.transformer import Params, graph_of
+from asyncrl_jax.models.transformer import Params
 
 
 class _Frozen(NamedTuple):
@@ -255,7 +255,7 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
       the update was not applied), dead_experts (over all layers), expert_load_{max,min,max_over_min}/layer_<i>.
     """
     learner = config.learner
-    passes = _Step(config, Forward(graph_of(config.model)))
+    passes = _Step(config, forward_on(config, mesh))
     needs_scores = learner.advantage.estimator == "gae" or (learner.kl.coefficient and learner.kl.placement == "reward")
     whitens = learner.advantage.whiten or learner.advantage.estimator == "reinforce_pp"
 

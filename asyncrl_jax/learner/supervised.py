@@ -12,12 +12,12 @@ from asyncrl_jax.config import Config
 from asyncrl_jax.learner.aggregation import masked_mean
 from asyncrl_jax.learner.balance import balance_loss
 from asyncrl_jax.learner.compiled import CompiledStep
-from asyncrl_jax.learner.forward import Forward
+from asyncrl_jax.learner.forward import forward_on
 from asyncrl_jax.learner.logprobs import token_logprobs
 from asyncrl_jax.learner.packing import Array
 from asyncrl_jax.learner.state import Metrics, TrainState, apply_gradient, state_shardings
-from asyncrl_jax.models.sharding import batch_sharding
-from asyncrl_jax.models.transformer import Params, graph_of
+from asyncrl_jax.models.mesh import batch_sharding
+from asyncrl_jax.models.transformer import Params
 
 
 class SupervisedBatch(NamedTuple):
@@ -36,7 +36,7 @@ def make_supervised_step(config: Config, mesh: Mesh) -> CompiledStep:
     Metrics: loss, cross_entropy (nats), accuracy (share of teacher-forced targets that are the likeliest token),
     balance_loss, tokens, grad_norm, learning_rate, skipped.
     """
-    forward = Forward(graph_of(config.model))
+    forward = forward_on(config, mesh)
 
     def loss_of(params: Params, batch: SupervisedBatch) -> tuple[jax.Array, Metrics]:
         logits_BTV, routing = forward.logits(params, batch)

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.models.hf_names import to_tensors
-from asyncrl_jax.models.sharding import make_mesh
+from asyncrl_jax.models.mesh import make_mesh
 from asyncrl_jax.models.transformer import Params
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.transport.demonstrations import read_demonstrations

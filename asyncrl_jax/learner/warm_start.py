@@ -11,7 +11,7 @@ import optax
 from asyncrl_jax.config import Config
 from asyncrl_jax.learner.state import TrainState, start_from
 from asyncrl_jax.learner.supervised import SupervisedBatch, make_supervised_step
-from asyncrl_jax.models.sharding import make_mesh
+from asyncrl_jax.models.mesh import make_mesh
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # tokens int32 [T], loss_mask uint8 [T]
 Progress = Callable[[int, Mapping[str, float]], None]  # (steps done, metrics: means since the last call)

@@ -21,7 +21,7 @@ from flax import nnx
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models.attention import Attention, AttentionSpec, attend_packed, rms_norm
 from asyncrl_jax.models.mlp import MLP
-from asyncrl_jax.models.moe import MoE
+from asyncrl_jax.models.moe import ANYWHERE, MoE, Placement
 from asyncrl_jax.models.router import RouterOptions, Routing
 
 Params = dict[str, jax.Array]
@@ -163,9 +163,18 @@ def stack_routing(config: ModelConfig, routings: Sequence[Routing | None]) -> Ro
 
 
 @functools.cache
-def graph_of(config: ModelConfig) -> nnx.GraphDef:
-    """The structure of `Decoder(config)` without its weights. Hashable, so `jit` may close over it."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))[0]
+def graph_of(config: ModelConfig, placement: Placement = ANYWHERE) -> nnx.GraphDef:
+    """The structure of `Decoder(config)` without its weights. Hashable, so `jit` may close over it.
+
+    Args:
+      config: of the model.
+      placement: the devices that its experts run on; the function computed is the same.
+    """
+    decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    for layer in decoder.layers:
+        if layer.is_moe:
+            layer.moe.placement = placement
+    return nnx.split(decoder)[0]
 
 
 def params_of(decoder: Decoder) -> Params:

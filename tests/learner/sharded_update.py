@@ -14,7 +14,7 @@ from asyncrl_jax.learner.packing import pack_update
 from asyncrl_jax.learner.state import create_state, start_from
 from asyncrl_jax.learner.step import make_train_step
 from asyncrl_jax.models import init_params
-from asyncrl_jax.models.sharding import make_mesh
+from asyncrl_jax.models.mesh import make_mesh
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from asyncrl_jax.learner.packing import pack_update
 from asyncrl_jax.learner.state import copy_params, create_state
 from asyncrl_jax.learner.step import make_train_step
 from asyncrl_jax.models import graph_of, init_params, merge
-from asyncrl_jax.models.sharding import make_mesh
+from asyncrl_jax.models.mesh import make_mesh
 
 RATE = np.float32(1e-3)
 BETA1 = 0.9  # of Adam

@@ -45,7 +45,10 @@ def layer():
 
 def run(x_ND, router_DE, experts, *, valid_N=None, dispatch="blocked", choices=A):
     valid_N = np.ones(len(x_ND), bool) if valid_N is None else valid_N
-    return jitted_moe(x_ND, valid_N, router_DE, experts, RouterOptions(choices), dispatch=dispatch)
+    y_1ND, routing = jitted_moe(
+        x_ND[None], valid_N[None], router_DE, experts, RouterOptions(choices), dispatch=dispatch
+    )
+    return y_1ND[0], routing
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)

@@ -3,7 +3,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from asyncrl_jax.config import MeshConfig, ModelConfig
-from asyncrl_jax.models.sharding import AXES, make_mesh, param_shardings
+from asyncrl_jax.models.mesh import AXES, make_mesh
+from asyncrl_jax.models.sharding import param_shardings
 from asyncrl_jax.models.transformer import abstract_params
 
 
