@@ -97,8 +97,16 @@ class MoE(nnx.Module):
         self.up_proj = nnx.Param(init(rngs.params(), (num_experts, hidden_dim, expert_dim)))
         self.down_proj = nnx.Param(init(rngs.params(), (num_experts, expert_dim, hidden_dim)))
 
-    def __call__(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: str) -> tuple[jax.Array, Routing]:
-        """Args: valid_BT: bool, False for padding; dispatch: see `moe`."""
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        valid_BT: jax.Array,
+        dispatch: str,
+        *,
+        replay_BTA: jax.Array | None = None,
+        noise_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """`moe` with this layer's weights."""
         dtype = x_BTD.dtype
         y_BTD, routing = moe(
             x_BTD,
@@ -109,5 +117,7 @@ class MoE(nnx.Module):
             dispatch=dispatch,
             placement=self.placement,
             bias_E=self.router_bias[...] if self.options.selection_bias else None,
+            replay_BTA=replay_BTA,
+            noise_key=noise_key,
         )
         return y_BTD.astype(dtype), routing

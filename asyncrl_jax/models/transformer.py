@@ -62,12 +62,20 @@ class Layer(nnx.Module):
         """The attention's input."""
         return rms_norm(x_BTD, self.attention_norm[...], self.norm_eps)
 
-    def feed_forward(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: str) -> tuple[jax.Array, Routing | None]:
-        """(what experts or MLP add to the residual stream, what the router did)."""
+    def feed_forward(
+        self,
+        x_BTD: jax.Array,
+        valid_BT: jax.Array,
+        dispatch: str,
+        *,
+        replay_BTA: jax.Array | None = None,
+        noise_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing | None]:
+        """(what experts or MLP add to the residual stream, what the router did). Keywords as in `router.route`."""
         if not self.is_moe:
             return self.mlp(rms_norm(x_BTD, self.mlp_norm[...], self.norm_eps)), None
-        y_BTD, routing = self.moe(rms_norm(x_BTD, self.moe_norm[...], self.norm_eps), valid_BT, dispatch)
-        return y_BTD, routing
+        h_BTD = rms_norm(x_BTD, self.moe_norm[...], self.norm_eps)
+        return self.moe(h_BTD, valid_BT, dispatch, replay_BTA=replay_BTA, noise_key=noise_key)
 
 
 class Decoder(nnx.Module):
@@ -96,7 +104,15 @@ class Decoder(nnx.Module):
             segment_ids_BT = jnp.ones_like(tokens_BT)
         return self.forward(tokens_BT, positions_BT, segment_ids_BT).logits_BTV
 
-    def forward(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> DecoderOutput:
+    def forward(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        *,
+        replay_BTLA: jax.Array | None = None,
+        noise_key: jax.Array | None = None,
+    ) -> DecoderOutput:
         """Logits of packed rows, and what the routers did.
 
         Args:
@@ -104,25 +120,44 @@ class Decoder(nnx.Module):
           positions_BT: int32; position of each token in its own sequence.
           segment_ids_BT: int32; tokens of one sequence share an id, and 0 is padding: it is seen by no sequence, is
             routed nowhere and counts nowhere.
+          replay_BTLA: int32 experts to choose in each layer with experts; rows of −1 are routed live (see `route`).
+          noise_key: of the routers' selection noise; needed when `model.router.noise` is not 0.
         """
-        x_BTD, routing = self.trunk(tokens_BT, positions_BT, segment_ids_BT)
+        x_BTD, routing = self.trunk(
+            tokens_BT, positions_BT, segment_ids_BT, replay_BTLA=replay_BTLA, noise_key=noise_key
+        )
         return DecoderOutput(self.head(x_BTD), routing)
 
-    def trunk(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> Trunk:
+    def trunk(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array,
+        *,
+        replay_BTLA: jax.Array | None = None,
+        noise_key: jax.Array | None = None,
+    ) -> Trunk:
         """All but the head, whose logits are the largest array of a step. Arguments as in `forward`."""
 
-        def run(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, Routing | None]:
+        def run(
+            layer: Layer, x_BTD: jax.Array, replay_BTA: jax.Array | None, key: jax.Array | None
+        ) -> tuple[jax.Array, Routing | None]:
             q, k, v = layer.attention.project(layer.normed(x_BTD), positions_BT)
             spec, sinks_H = layer.attention.spec, layer.attention.sink_logits()
             heads_BTHU = attend_packed(q, k, v, segment_ids_BT, window=spec.window, sinks_H=sinks_H)
             x_BTD += layer.attention.output(heads_BTHU)
-            y_BTD, routing = layer.feed_forward(x_BTD, segment_ids_BT > 0, self.config.dispatch)
+            y_BTD, routing = layer.feed_forward(
+                x_BTD, segment_ids_BT > 0, self.config.dispatch, replay_BTA=replay_BTA, noise_key=key
+            )
             return x_BTD + y_BTD, routing
 
         x_BTD = self.embed(tokens_BT)
-        routings = []
+        routings: list[Routing | None] = []
         for layer in self.layers:
-            x_BTD, routing = _recomputed(functools.partial(run, layer), self.config.remat)(x_BTD)
+            index = sum(routing is not None for routing in routings)  # among the layers with experts
+            replay_BTA = replay_BTLA[:, :, index] if replay_BTLA is not None and layer.is_moe else None
+            key = None if noise_key is None else jax.random.fold_in(noise_key, index)
+            x_BTD, routing = _recomputed(functools.partial(run, layer), self.config.remat)(x_BTD, replay_BTA, key)
             routings.append(routing)
         return Trunk(self.final_norm(x_BTD), stack_routing(self.config, routings))
 

@@ -88,6 +88,10 @@ class Keys:
         """Integer: bytes of all dead letters."""
         return self._name("dead:size")
 
+    def orders(self, start: str) -> str:
+        """Stream: what process 0 of a learner of several processes tells the others; one a start of the learner."""
+        return self._name(f"orders:{start}")
+
     @property
     def dead(self) -> str:
         """Stream: entries that could not be used, with their bytes and the reason."""

@@ -18,7 +18,7 @@ from asyncrl_jax.models.mesh import make_mesh
 
 
 def main() -> None:
-    config = override(tiny_config(), {"mesh.fsdp": 2, "mesh.expert": 2})
+    config = override(tiny_config(), {"mesh.fsdp": 2, "mesh.expert": 2, "learner.microbatch_rows": 4})
     mesh, groups = make_mesh(config.mesh), random_groups()
     packed = pack_update(groups, ramp_advantages(groups), zero_lags(groups), config)
     state = create_state(config, 0, mesh)
