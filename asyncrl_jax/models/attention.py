@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from asyncrl_jax.config_model import ModelConfig
+from asyncrl_jax.models.cpu.attention import attend_rows
 from asyncrl_jax.models.rotary import Rotary, rotate
 
 MASKED = -1e30  # finite: a row with nothing to attend to must not become NaN
@@ -53,8 +54,17 @@ def attend_packed(
       window: positions that one sees, itself included; 0 for all.
       sinks_H: a logit of each head that takes probability and gives nothing.
     """
+    # Kernels are picked here and in `_attend`, and nowhere else.
+    if _by_rows(q_BTHK, v_BTGU, window, sinks_H):
+        return attend_rows(q_BTHK, k_BTGK, v_BTGU, segment_ids_BT)
     mask_BTT = packed_mask(segment_ids_BT, window)
     return _attend(q_BTHK, k_BTGK, v_BTGU, mask_BTT, sinks_H)
+
+
+def _by_rows(q_BTHK: jax.Array, v_BTGU: jax.Array, window: int, sinks_H: jax.Array | None) -> bool:
+    """Whether the kernel for one CPU core serves. It goes row by row, and so not where rows lie on several devices."""
+    plain = window == 0 and sinks_H is None and q_BTHK.dtype == jnp.float32 and q_BTHK.shape[-1] == v_BTGU.shape[-1]
+    return plain and jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 def attend_cached(
@@ -88,7 +98,7 @@ def packed_mask(segment_ids_BT: jax.Array, window: int = 0) -> jax.Array:
 def _attend(
     q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
 ) -> jax.Array:
-    """Picks the kernel by platform: the one place that does."""
+    """Picks the version by platform."""
     if jax.default_backend() == "cpu":
         return attend_einsum(q_BTHK, k_BSGK, v_BSGU, mask_BTS, sinks_H)
     return attend_library(q_BTHK, k_BSGK, v_BSGU, mask_BTS, sinks_H)

@@ -2,7 +2,7 @@
 
     dense     every expert on every row: the reference, and the faster one for the few rows of a decode step
     blocked   rows sorted by expert, each expert's share padded to whole blocks, one batched matmul: its arithmetic
-              grows with the assignments and not with the experts; runs everywhere
+              grows with the assignments and not with the experts; runs everywhere, on CPU by `cpu/experts.py`
     ragged    rows sorted by expert, `jax.lax.ragged_dot`: grouped matmuls of GPU and TPU; on CPU E times the cost
 
 All three give the same output and the same gradients, and none drops a row: what a row gets does not depend on the
@@ -19,9 +19,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from asyncrl_jax.models.cpu import experts as cpu_experts
 from asyncrl_jax.models.router import NO_EXPERT
 
-BLOCK_ROWS = 64  # best of 32, 64, 128 on CPU at the default size; the padding is at most this much per expert
+BLOCK_ROWS = 64  # the padding is at most this much per expert
 DISPATCHES = ("blocked", "dense", "ragged")
 
 
@@ -40,7 +41,7 @@ def run_experts(
     experts: Experts,
     *,
     dispatch: str,
-    block_rows: int = BLOCK_ROWS,
+    block_rows: int | None = None,
 ) -> jax.Array:
     """Σ over the assignments of a row: weight · expert(row). [N, D].
 
@@ -50,7 +51,7 @@ def run_experts(
       weights_NA: float32.
       experts: weights.
       dispatch: one of DISPATCHES.
-      block_rows: rows of one block in "blocked".
+      block_rows: rows of one block in "blocked"; None for a good number.
 
     Raises:
       ValueError: for another dispatch.
@@ -58,7 +59,11 @@ def run_experts(
     if dispatch == "dense":
         return _dense(x_ND, ids_NA, weights_NA, experts)
     if dispatch == "blocked":
-        return _blocked(x_ND, ids_NA, weights_NA, experts, block_rows)
+        # bfloat16 is left to the plain version: its sums over blocks would round each time.
+        if jax.default_backend() == "cpu" and x_ND.dtype == jnp.float32:
+            rows = block_rows or cpu_experts.block_rows(ids_NA.size, len(experts.gate_EDF))
+            return cpu_experts.run_sorted(x_ND, ids_NA, weights_NA, *experts, rows)
+        return run_blocks(x_ND, ids_NA, weights_NA, experts, block_rows or BLOCK_ROWS)
     if dispatch == "ragged":
         return _ragged(x_ND, ids_NA, weights_NA, experts)
     raise ValueError(f"dispatch {dispatch!r}: use one of {', '.join(DISPATCHES)}")
@@ -73,7 +78,10 @@ def _dense(x_ND: jax.Array, ids_NA: jax.Array, weights_NA: jax.Array, experts: E
     return jnp.einsum("NEF,EFD->ND", hidden_NEF, experts.down_EFD)
 
 
-def _blocked(x_ND: jax.Array, ids_NA: jax.Array, weights_NA: jax.Array, experts: Experts, block_rows: int) -> jax.Array:
+def run_blocks(
+    x_ND: jax.Array, ids_NA: jax.Array, weights_NA: jax.Array, experts: Experts, block_rows: int
+) -> jax.Array:
+    """The plain version of "blocked"."""
     slot_NA, assignment_P, expert_M = _layout(ids_NA, experts.gate_EDF.shape[0], block_rows)
     x_MKD = to_slots(x_ND, assignment_P // ids_NA.shape[1], slot_NA).reshape(len(expert_M), block_rows, -1)
     gate_MKF = jnp.einsum("MKD,MDF->MKF", x_MKD, experts.gate_EDF[expert_M])

@@ -1,0 +1,183 @@
+"""Experts on one CPU core: rows sorted by expert, one expert at a time, in blocks that fit the cache.
+
+The plain version gives each block a copy of its expert's weights and pads every share to whole blocks; both are traffic
+that a core waits for. Here the loop over experts takes its weights once, the loop over blocks runs as often as there
+are rows, and only real rows are stored. A last block that is not full runs over into the next expert's rows, which that
+expert, coming later, overwrites; in sums over rows, what runs over weighs 0.
+
+The gate's and the up projection's outputs are kept for the gradient, and nothing else.
+
+Dimensions: N rows, D hidden width, E experts, A assignments of one row, F expert width, S sorted assignments (N·A and a
+block to run over into), K rows of one block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from asyncrl_jax.models.router import NO_EXPERT
+
+LARGEST_BLOCK, SMALLEST_BLOCK = 128, 32  # larger ones leave the cache, in smaller ones the product is slow
+
+
+class _Order(NamedTuple):
+    """Assignments sorted by expert."""
+
+    assignment_S: jax.Array  # int32; which assignment is at each place
+    place_NA: jax.Array  # int32; where each assignment is
+    start_E: jax.Array  # int32; where each expert's share starts
+    count_E: jax.Array  # int32
+
+
+Residuals = tuple[jax.Array, jax.Array, tuple[jax.Array, ...], _Order, jax.Array, jax.Array]
+
+
+def block_rows(num_assignments: int, num_experts: int) -> int:
+    """Rows of one block: half of a balanced share or less, so that few rows run over."""
+    rows = LARGEST_BLOCK
+    while rows > SMALLEST_BLOCK and 2 * rows * num_experts > num_assignments:
+        rows //= 2
+    return rows
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def run_sorted(
+    x_ND: jax.Array,
+    ids_NA: jax.Array,
+    weights_NA: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+    rows: int,
+) -> jax.Array:
+    """Σ over the assignments of a row: weight · SwiGLU expert(row). [N, D].
+
+    Args:
+      x_ND: float32 rows.
+      ids_NA: int32 experts of each row; NO_EXPERT where an assignment counts for nothing.
+      weights_NA: float32.
+      gate_EDF, up_EDF, down_EFD: float32 weights of the experts.
+      rows: K, see `block_rows`.
+    """
+    return _forward(x_ND, ids_NA, weights_NA, gate_EDF, up_EDF, down_EFD, rows)[0]
+
+
+def _sort(ids_NA: jax.Array, num_experts: int, rows: int) -> _Order:
+    ids = jnp.where(ids_NA == NO_EXPERT, num_experts, ids_NA).reshape(-1)
+    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
+    bounds = jnp.searchsorted(ids[order], jnp.arange(num_experts + 1)).astype(jnp.int32)
+    places = jnp.arange(ids.size, dtype=jnp.int32)
+    place = jnp.zeros(ids.size, jnp.int32).at[order].set(places, unique_indices=True)
+    return _Order(
+        assignment_S=jnp.pad(order, (0, rows)),
+        place_NA=place.reshape(ids_NA.shape),
+        start_E=bounds[:-1],
+        count_E=jnp.diff(bounds),
+    )
+
+
+def _take(array: jax.Array, index: jax.Array) -> jax.Array:
+    """`array[index]` without the checks of its bounds, which cost as much as the rows."""
+    return array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _zeros(like: jax.Array, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Zeros that vary over the same devices as `like`, as a loop's start must inside of `shard_map`."""
+    varying = jnp.isnan(like.reshape(-1)[0])
+    return tuple(jnp.where(varying, 0.0, jnp.zeros(shape, like.dtype)) for shape in shapes)
+
+
+def _put(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, block, start, axis=0)
+
+
+def _over_blocks(count: jax.Array, rows: int, block: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+    """`block(offset, carry)` for every block of an expert's share."""
+    return jax.lax.fori_loop(0, -(-count // rows), lambda index, carry: block(index * rows, carry), carry)
+
+
+def _forward(
+    x_ND: jax.Array,
+    ids_NA: jax.Array,
+    weights_NA: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+    rows: int,
+) -> tuple[jax.Array, Residuals]:
+    num_experts, width, expert_width = gate_EDF.shape
+    choices, length = ids_NA.shape[1], ids_NA.size + rows
+    order = _sort(ids_NA, num_experts, rows)
+
+    def expert(stored: tuple[jax.Array, ...], share: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+        gate_DF, up_DF, down_FD, start, count = share
+
+        def block(offset: jax.Array, stored: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            at = start + offset
+            x_KD = _take(x_ND, jax.lax.dynamic_slice_in_dim(order.assignment_S, at, rows) // choices)
+            gate_KF, up_KF = x_KD @ gate_DF, x_KD @ up_DF
+            y_KD = (jax.nn.silu(gate_KF) * up_KF) @ down_FD
+            return tuple(_put(whole, part, at) for whole, part in zip(stored, (y_KD, gate_KF, up_KF), strict=True))
+
+        return _over_blocks(count, rows, block, stored), None
+
+    start = _zeros(x_ND, (length, width), (length, expert_width), (length, expert_width))
+    shares = (gate_EDF, up_EDF, down_EFD, order.start_E, order.count_E)
+    (y_SD, gate_SF, up_SF), _ = jax.lax.scan(expert, start, shares)
+    parts_NAD = _take(y_SD, order.place_NA) * weights_NA[:, :, None]
+    y_ND = jnp.sum(jnp.where((ids_NA == NO_EXPERT)[:, :, None], 0.0, parts_NAD), axis=1)
+    weights_NA = jnp.where(ids_NA == NO_EXPERT, 0.0, weights_NA)
+    return y_ND, (x_ND, weights_NA, (gate_EDF, up_EDF, down_EFD), order, gate_SF, up_SF)
+
+
+def _backward(rows: int, residuals: Residuals, grad_ND: jax.Array) -> tuple[Any, ...]:
+    x_ND, weights_NA, experts, order, gate_SF, up_SF = residuals
+    width, expert_width = experts[0].shape[1:]
+    choices, length = weights_NA.shape[1], weights_NA.size + rows
+    weights = weights_NA.reshape(-1)
+
+    def expert(stored: tuple[jax.Array, ...], share: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
+        gate_DF, up_DF, down_FD, start, count = share
+
+        def block(offset: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            dx_SD, dweight_S, dgate_DF, dup_DF, ddown_FD = carry
+            at = start + offset
+            assignment_K = jax.lax.dynamic_slice_in_dim(order.assignment_S, at, rows)
+            own_K = jnp.arange(rows) < count - offset
+            weight_K1 = jnp.where(own_K, _take(weights, assignment_K), 0.0)[:, None]
+            x_KD, grad_KD = _take(x_ND, assignment_K // choices), _take(grad_ND, assignment_K // choices)
+            gate_KF = jax.lax.dynamic_slice_in_dim(gate_SF, at, rows)
+            up_KF = jax.lax.dynamic_slice_in_dim(up_SF, at, rows)
+            sigmoid_KF = jax.nn.sigmoid(gate_KF)
+            silu_KF = gate_KF * sigmoid_KF
+            hidden_KF = silu_KF * up_KF
+            unweighted_KF = grad_KD @ down_FD.T
+            dhidden_KF = unweighted_KF * weight_K1
+            dup_KF = dhidden_KF * silu_KF
+            dgate_KF = dhidden_KF * up_KF * (sigmoid_KF + silu_KF * (1.0 - sigmoid_KF))
+            return (
+                _put(dx_SD, dgate_KF @ gate_DF.T + dup_KF @ up_DF.T, at),
+                _put(dweight_S, jnp.sum(unweighted_KF * hidden_KF, axis=1), at),
+                dgate_DF + x_KD.T @ dgate_KF,
+                dup_DF + x_KD.T @ dup_KF,
+                ddown_FD + hidden_KF.T @ (grad_KD * weight_K1),
+            )
+
+        sums = _zeros(x_ND, (width, expert_width), (width, expert_width), (expert_width, width))
+        dx_SD, dweight_S, *sums = _over_blocks(count, rows, block, (*stored, *sums))
+        return (dx_SD, dweight_S), tuple(sums)
+
+    shares = (*experts, order.start_E, order.count_E)
+    (dx_SD, dweight_S), dexperts = jax.lax.scan(expert, _zeros(x_ND, (length, width), (length,)), shares)
+    assigned_NA = order.place_NA < jnp.sum(order.count_E)
+    dx_NAD = jnp.where(assigned_NA[:, :, None], _take(dx_SD, order.place_NA), 0.0)
+    dweights_NA = jnp.where(assigned_NA, _take(dweight_S, order.place_NA), 0.0)
+    return jnp.sum(dx_NAD, axis=1), None, dweights_NA, *dexperts
+
+
+run_sorted.defvjp(_forward, _backward)
