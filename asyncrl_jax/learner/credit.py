@@ -86,7 +86,7 @@ def _kept(group: Group, settings: AdvantageConfig) -> np.ndarray:
 
 def _shaped(config: Config, groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
     settings = config.learner.advantage
-    shaped = [np.asarray(of_group, np.float64) for of_group in rewards]
+    shaped = [np.array(of_group, np.float64) for of_group in rewards]  # copies: penalties are added in place
     if settings.overlong_buffer_tokens:
         for of_group, group in zip(shaped, groups, strict=True):
             of_group += [
