@@ -208,3 +208,28 @@ def update_distance(sampled: WeightVersion, line: int, update: int, lines: dict[
             common = min(limit, of_sampled[candidate], sampled.update, update)
             return int((sampled.update - common) + (update - common))
     raise KeyError(f"lines {sampled.line} and {line} have no common ancestor in {sorted(lines)}")
+
+
+def on_line(line: int, update: int, surviving: int, lines: dict[int, Line]) -> bool:
+    """Whether the update that made `update` + 1 updates on `line` is part of the surviving line.
+
+    A line shares with its parent what the parent had done when it was left.
+    """
+    if line not in lines or surviving not in lines:
+        return line == surviving
+    shared: dict[int, float] = {}  # of the surviving line's ancestors: updates that it shares with them
+    current, limit = surviving, float("inf")
+    while True:
+        shared[current] = limit
+        parent = lines[current].parent
+        if parent is None:
+            break
+        limit = min(limit, lines[current].fork_update)
+        current = parent
+    own_limit, current = float("inf"), line
+    while current not in shared:
+        own_limit = min(own_limit, lines[current].fork_update)
+        parent = lines[current].parent
+        assert parent is not None, "lines of one run have a common ancestor"
+        current = parent
+    return update < min(shared[current], own_limit)

@@ -112,6 +112,15 @@ class Intake:
             else:
                 self._pool.add(pooled)
 
+    def revived(self, group: Group) -> PooledGroup:
+        """A group out of the archive, which no stream holds any more."""
+        nowhere = Entry(partition=-1, entry_id="", data=b"", deliveries=0, ticket=group.ticket)
+        traits = traits_of(group, self._advantage_eps)
+        pooled = PooledGroup(group, nowhere, _versions(group), time.time(), traits)
+        self.count(pooled)
+        self.forget([pooled.ticket_id])
+        return pooled
+
     def count(self, pooled: PooledGroup) -> None:
         """Counts a group that arrived, whatever becomes of it; once a ticket."""
         if pooled.ticket_id in self._counted:

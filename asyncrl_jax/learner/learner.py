@@ -81,6 +81,7 @@ class Learner:
         self.saving: tuple[int, list[TrainedGroup]] | None = None  # a checkpoint being written, and what it finishes
         self.forgotten: set[str] = set()  # tickets that the learner will settle and Redis lost with its data
         self.undone: set[str] = set()  # tickets trained on an abandoned line and not on this one
+        self.settled: set[str] = set()  # tickets settled by a checkpoint that is no more, trained on once again
         self.update_s = 0.0  # seconds between updates, smoothed
         self.starved_s = 0.0  # the last update's wait for a pool with enough groups
         self.vitals = Vitals(self.control, config.actor, self._heartbeat)
@@ -137,6 +138,8 @@ class Learner:
         tickets = tuple(pooled.ticket_id for pooled in batch)
         self.batches.append(TrainedBatch(self.line, self.update, seed, tickets, tuple(weights)))
         for pooled in batch:
+            if pooled.ticket_id in self.settled:
+                continue
             self.uses.setdefault(pooled.ticket_id, []).append(self.update)
             self.undone.discard(pooled.ticket_id)
             if pooled.ticket_id not in self.pool:

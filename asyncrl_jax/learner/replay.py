@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.transport.archive import TrainedBatch, read_batches, read_groups
-from asyncrl_jax.types import Group, Line, WeightVersion
+from asyncrl_jax.types import Group, Line, WeightVersion, on_line
 from asyncrl_jax.weights.manifest import VersionGone, content_digest
 from asyncrl_jax.weights.publish import committed
 from asyncrl_jax.weights.read import describe, read_manifest
@@ -37,32 +37,7 @@ class Replayed:
     differing: tuple[int, ...]  # and those that were not equal
 
 
-def on_line(line: int, update: int, surviving: int, lines: Mapping[int, Line]) -> bool:
-    """Whether the update that made `update` + 1 updates on `line` is part of the surviving line.
-
-    A line shares with its parent what the parent had done when it was left.
-    """
-    if line not in lines or surviving not in lines:
-        return line == surviving
-    shared: dict[int, float] = {}  # of the surviving line's ancestors: updates that it shares with them
-    current, limit = surviving, float("inf")
-    while True:
-        shared[current] = limit
-        parent = lines[current].parent
-        if parent is None:
-            break
-        limit = min(limit, lines[current].fork_update)
-        current = parent
-    own_limit, current = float("inf"), line
-    while current not in shared:
-        own_limit = min(own_limit, lines[current].fork_update)
-        parent = lines[current].parent
-        assert parent is not None, "lines of one run have a common ancestor"
-        current = parent
-    return update < min(shared[current], own_limit)
-
-
-def surviving_batches(archive: Path, line: int, lines: Mapping[int, Line]) -> list[TrainedBatch]:
+def surviving_batches(archive: Path, line: int, lines: dict[int, Line]) -> list[TrainedBatch]:
     """What every update of the line trained on, in order, as far as the archive knows it.
 
     Raises:

@@ -7,13 +7,14 @@ from typing import Any
 
 from asyncrl_jax.transport.archive import TrainedBatch
 from asyncrl_jax.types import Line, Outcome, WeightVersion
-from asyncrl_jax.weights.manifest import VersionGone, content_digest
+from asyncrl_jax.weights.manifest import VersionGone, WeightsMismatch, content_digest
 from asyncrl_jax.weights.publish import committed, sweep
 from asyncrl_jax.weights.read import describe, read_manifest
 
 from .learner import Learner
 from .pool import Drawn, PooledGroup
 from .progress import Progress
+from .replay import archived_groups, surviving_batches
 from .settlement import TrainedGroup
 
 log = logging.getLogger(__name__)
@@ -24,12 +25,33 @@ def start_or_resume(learner: Learner) -> None:
 
     A first start trains on the demonstrations and publishes v0. A resume restores the newest durable checkpoint and
     replays the redo log; the replay must reproduce every version published since, or a new line of weights is opened.
+    Of a damaged checkpoint the one before takes the place, said aloud; the archive then holds the updates in between.
     """
-    step = learner.checkpoints.latest()
-    if step is None:
+    if learner.checkpoints.latest() is None:
         _start(learner)
     else:
-        _resume(learner, step)
+        _resume(learner, _newest_whole(learner))
+
+
+def _newest_whole(learner: Learner) -> int:
+    """Restores the newest checkpoint that can be read, and discards those after it.
+
+    Raises:
+      ValueError: if none can be read; or the newest is of another model.
+    """
+    steps = sorted(learner.checkpoints.steps(), reverse=True)
+    for step in steps:
+        try:
+            _restore(learner, step)
+        except (ValueError, OSError) as error:
+            if isinstance(error, WeightsMismatch) and error.reason == "leaves":
+                raise  # whole, and of another model: going back would not help
+            log.error("checkpoint %d is damaged and left out: %s", step, error)
+            continue
+        if discarded := learner.checkpoints.discard_newer(step):
+            log.error("going back to checkpoint %d; %s are damaged and deleted", step, discarded)
+        return step
+    raise ValueError(f"none of the checkpoints {steps} can be read; the errors above say why")
 
 
 def _start(learner: Learner) -> None:
@@ -65,7 +87,7 @@ def _resume(learner: Learner, step: int) -> None:
     if learner.epoch > meta["epoch"]:  # Redis lost its data after this checkpoint, and the killed learner what it held
         learner.settlement.record_lost(learner.epoch, learner.update, held=learner.ledger.live())
     _fill_pool(learner, held)
-    if not (_reproduced(learner) and _redo(learner)):
+    if not (_reproduced(learner) and _redo_archived(learner) and _redo(learner)):
         _restore(learner, step)
         _keep_uses(learner, held)
         _open_line(learner, held)
@@ -97,7 +119,7 @@ def _restore(learner: Learner, step: int) -> dict[str, Any]:
     learner.undone = set(meta["undone"])
     learner.progress = Progress.from_json(meta["progress"])
     learner.intake.resume(learner.progress, meta.get("counted", learner.uses))
-    learner.finished, learner.batches = [], []
+    learner.finished, learner.batches, learner.settled = [], [], set()
     return meta
 
 
@@ -145,6 +167,34 @@ def _fill_pool(learner: Learner, held: list[PooledGroup]) -> None:
         learner.pool.add(pooled)
 
 
+def _redo_archived(learner: Learner) -> bool:
+    """Makes updates again that a later checkpoint had settled, and which that checkpoint no longer holds.
+
+    False when something they trained on is gone.
+    """
+    archive = learner.run_dir / "archive"
+    batches = surviving_batches(archive, learner.line, learner.staleness.lines)
+    batches = [batch for batch in batches if batch.update >= learner.update]
+    if not batches:
+        return True
+    groups = archived_groups(archive, {name for batch in batches for name in batch.tickets})
+    learner.settled = set(groups)
+    for batch in batches:
+        gone = [name for name in batch.tickets if name not in learner.pool and name not in groups]
+        if batch.update != learner.update or gone:
+            log.error("update %d cannot be made again from the archive", learner.update)
+            return False
+        drawn = [
+            Drawn(learner.pool.use(name) if name in learner.pool else learner.intake.revived(groups[name]), weight)
+            for name, weight in zip(batch.tickets, batch.weights, strict=True)
+        ]
+        learner.apply(drawn, batch.seed)
+        if not _reproduced(learner):
+            return False
+    log.info("updates up to %d made again from the archive", learner.update)
+    return True
+
+
 def _redo(learner: Learner) -> bool:
     """Replays the redo log. False when it cannot reproduce what was published."""
     for entry in learner.control.redo(learner.update):
@@ -183,6 +233,8 @@ def _reproduced(learner: Learner) -> bool:
 
 def _open_line(learner: Learner, held: list[PooledGroup]) -> None:
     """Goes on from the checkpoint on a new line that names its parent; what was sampled beyond counts its distance."""
+    if learner.settled:
+        log.error("%d groups that the ledger counts as trained were trained by undone updates", len(learner.settled))
     abandoned = [entry for entry in learner.control.redo(learner.update) if entry["line"] == learner.line]
     learner.undone |= {ticket_id for entry in abandoned for ticket_id, _, _ in entry["groups"]}
     line = Line(max(learner.staleness.lines) + 1, parent=learner.line, fork_update=learner.update)

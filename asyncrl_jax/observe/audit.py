@@ -31,7 +31,7 @@ from asyncrl_jax.transport.archive import ArchivedGroup, read_groups, read_ledge
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger, LedgerCounts, LedgerEvent, recompute
-from asyncrl_jax.types import Line, Outcome, WeightVersion, update_distance
+from asyncrl_jax.types import Line, Outcome, WeightVersion, on_line, update_distance
 
 _SHOWN = 5  # tickets named in a problem
 _STEP = re.compile(r"\d{8,}")
@@ -234,8 +234,12 @@ def _update_problems(config: Config, evidence: Evidence) -> list[str]:
     if not evidence.checkpoint:
         return []
     uses: dict[str, set[int]] = collections.defaultdict(set)
+    lines = dict(evidence.lines) | {
+        n: Line(n, parent, fork) for n, parent, fork in evidence.checkpoint.get("lines", [])
+    }
+    surviving = int(evidence.checkpoint["line"])
     for row in evidence.groups:
-        uses[row.group.ticket.ticket_id].update(row.updates)
+        uses[row.group.ticket.ticket_id].update(u for u in row.updates if on_line(row.line, u, surviving, lines))
     for name, updates in evidence.checkpoint["uses"].items():
         uses[name].update(updates)
     problems = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from asyncrl_jax.config_data import PoolConfig
-from asyncrl_jax.learner.replay import on_line, replay
+from asyncrl_jax.learner.replay import replay
 from asyncrl_jax.transport.archive import read_batches
-from asyncrl_jax.types import Line
+from asyncrl_jax.types import Line, on_line
 
 from .run_fixture import Crash, ScriptedRun, crash_once, replaced, small_config
 

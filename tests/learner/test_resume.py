@@ -175,3 +175,54 @@ def test_q_13_a_redis_that_lost_its_data_opens_a_new_epoch(server, tmp_path):
         report = run.audit()
     assert report.sound, report.problems
     assert report.ledger["pending"] == 0
+
+
+def damage(directory, step: int) -> None:
+    """Flips bytes in the largest file of a checkpoint."""
+    path = max((directory / f"{step:08d}").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) // 3, len(data) // 3 + 64):
+        data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("archive", ["whole", "lost"])
+def test_ckpt_03_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    archive, straight, server, tmp_path, monkeypatch, caplog
+):
+    """Said aloud. The archive makes the updates again to the same bits; without it a new line is opened."""
+    config = small_config(tmp_path / archive, server, num_updates=9)
+    with ScriptedRun(config, server) as run:
+        learner = run.make_learner()
+        crash_once(learner.control, "append_redo", monkeypatch, when=lambda update, _: update == 8)
+        with pytest.raises(Crash):
+            run.drive(learner)
+        assert learner.checkpoints.steps() == [3, 6]
+        damage(run.run_dir / "checkpoints", 6)
+        if archive == "lost":
+            for path in (run.run_dir / "archive").glob("updates-*"):
+                path.unlink()
+        resumed = run.make_learner()
+        with caplog.at_level("ERROR"):
+            run.drive(resumed)
+        report = run.audit()
+    assert "checkpoint 6 is damaged and left out" in caplog.text
+    assert "going back to checkpoint 3" in caplog.text
+    assert resumed.update == 9
+    if archive == "whole":
+        assert report.sound, report.problems
+        assert (report.line, resumed.trainer.weights_digest()) == (0, straight[1])
+        assert trained_tasks(run.run_dir) == straight[0]
+    else:
+        assert report.line == 1
+        assert "cannot be" in caplog.text or "is published" in caplog.text
+
+
+def test_ckpt_03_without_a_readable_checkpoint_the_learner_says_so(server, tmp_path):
+    config = small_config(tmp_path / "none", server, num_updates=3)
+    with ScriptedRun(config, server) as run:
+        run.drive(run.make_learner())
+        damage(run.run_dir / "checkpoints", 3)
+        damage(run.run_dir / "checkpoints", 0)
+        with pytest.raises(ValueError, match="can be read"):
+            run.drive(run.make_learner())
