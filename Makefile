@@ -39,7 +39,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -m 'not acceptance' $(ARGS)
+	$(BIN)/pytest -m 'not acceptance and not vllm' $(ARGS)
 
 accept: $(STAMP)
 	$(BIN)/pytest -m acceptance $(ARGS)

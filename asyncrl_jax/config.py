@@ -11,6 +11,7 @@ import math
 import typing
 from typing import Any
 
+from asyncrl_jax.config_actor import ActorConfig, VllmConfig
 from asyncrl_jax.config_data import ArchiveConfig, ObserveConfig, PoolConfig
 from asyncrl_jax.config_leaf import branch, require, setting
 from asyncrl_jax.config_learner import LearnerConfig
@@ -177,25 +178,6 @@ class WarmStartConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ActorConfig:
-    num_hosts: int = setting(2, "actor hosts that the local launcher starts")
-    slots: int = setting(64, "sequences one engine decodes together")
-    temperature: float = setting(1.0, "of sampling in training and evaluation")
-    max_attempts: int = setting(3, "attempts at a ticket before it is reported as failed")
-    heartbeat_s: float = setting(1.0, "seconds between heartbeats, of every role")
-    heartbeat_timeout_s: float = setting(15.0, "seconds without a heartbeat before a process counts as dead")
-
-    def __post_init__(self) -> None:
-        require(self.num_hosts >= 1, "actor.num_hosts", self.num_hosts, "at least 1")
-        require(self.slots >= 1, "actor.slots", self.slots, "at least 1")
-        require(self.temperature > 0, "actor.temperature", self.temperature, "more than 0")
-        require(self.max_attempts >= 1, "actor.max_attempts", self.max_attempts, "at least 1")
-        require(
-            0 < self.heartbeat_s < self.heartbeat_timeout_s, "actor.heartbeat_s", self.heartbeat_s, "below the timeout"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     every_updates: int = setting(20, "optimizer updates between evaluations on held-out tasks")
     num_tasks_per_level: int = setting(
@@ -234,6 +216,7 @@ class Config:
     warm_start: WarmStartConfig = branch(WarmStartConfig)
     learner: LearnerConfig = branch(LearnerConfig)
     actor: ActorConfig = branch(ActorConfig)
+    vllm: VllmConfig = branch(VllmConfig)
     evaluation: EvaluationConfig = branch(EvaluationConfig)
     orchestrator: OrchestratorConfig = branch(OrchestratorConfig)
     pool: PoolConfig = branch(PoolConfig)
@@ -307,6 +290,12 @@ class Config:
             "deterministic",
             True,
             "needs --config.pool.refill_groups_per_update=0: which groups are replaced depends on who comes first",
+        )
+        require(
+            self.actor.engine != "vllm_server" or self.vllm.server_url != "",
+            "vllm.server_url",
+            self.vllm.server_url,
+            "name the server that actor.engine=vllm_server talks to",
         )
         require(
             self.environment.max_tokens <= self.model.max_positions,

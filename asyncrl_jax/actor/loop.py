@@ -22,7 +22,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from asyncrl_jax.actor.engines.jax_engine import JaxEngine
+from asyncrl_jax.actor.engines.registry import make_engine
 from asyncrl_jax.actor.envs.registry import check_environment
 from asyncrl_jax.actor.episode import EpisodeConfig
 from asyncrl_jax.actor.evaluator import Evaluator
@@ -70,16 +70,8 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
     episodes = EpisodeConfig(config.environment, config.reward)
     metrics = Metrics(run_dir, actor_id)
 
-    def new_engine() -> JaxEngine:
-        return JaxEngine(
-            config.model,
-            num_slots=config.actor.slots,
-            max_tokens=config.environment.max_tokens,
-            canary_tolerance=config.weights.canary_tolerance,
-        )
-
     async def run() -> None:
-        engine, evaluation_engine = new_engine(), new_engine()
+        engine, evaluation_engine = make_engine(config), make_engine(config)
         refresher = Refresher(
             engine,
             Loader(engine, control, directory, actor_id, config.weights),

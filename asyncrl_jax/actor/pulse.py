@@ -7,7 +7,7 @@ import dataclasses
 import time
 from typing import Any
 
-from asyncrl_jax.actor.engines.jax_engine import EngineCounters, JaxEngine
+from asyncrl_jax.actor.engines.base import Engine, EngineCounters
 from asyncrl_jax.actor.evaluator import Evaluator
 from asyncrl_jax.actor.refresh import Refresher
 from asyncrl_jax.actor.sampler import Sampler
@@ -28,7 +28,7 @@ class Pulse:
         config: ActorConfig,
         control: Control,
         metrics: Metrics,
-        engine: JaxEngine,
+        engine: Engine,
         refresher: Refresher,
         sampler: Sampler,
         evaluator: Evaluator,
@@ -75,6 +75,8 @@ class Pulse:
             "paused_s": 0.0 if paused_since is None else time.time() - paused_since,
             "tokens_sampled": counters.num_sampled_tokens,
             "weights_loaded": counters.num_loads,
+            "swap_share": (counters.swap_s - before.swap_s) / seconds,  # of the time
+            "proof_share": (counters.proof_s - before.proof_s) / seconds,
             "weights_refused": self._refresher.num_refused,
             **vars(groups),
         }

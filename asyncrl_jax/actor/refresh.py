@@ -10,17 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-
-import numpy as np
 
 from asyncrl_jax.actor.engines.base import Engine
 from asyncrl_jax.actor.renewal import renewed
 from asyncrl_jax.config import WeightsConfig
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.types import LearnerState, Line, Ticket, WeightVersion, update_distance
-from asyncrl_jax.weights.manifest import Manifest, VersionGone, WeightsMismatch
-from asyncrl_jax.weights.read import read
+from asyncrl_jax.weights.manifest import VersionGone, WeightsMismatch
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +50,7 @@ class Loader:
         """
         try:
             async with renewed(lambda: self._lease(version), self._config.lease_s / 3):
-                manifest, tensors = await asyncio.to_thread(self._read, version)
-                await self._engine.load(manifest, tensors)
+                await self._engine.load(self._directory, version)
         except VersionGone as error:
             log.info("v%d went before it was read: %s", version.number, error)
             return False
@@ -69,9 +64,6 @@ class Loader:
 
     def _lease(self, version: WeightVersion) -> None:
         self._control.lease(version.number, self._holder, self._config.lease_s)
-
-    def _read(self, version: WeightVersion) -> tuple[Manifest, Mapping[str, np.ndarray]]:
-        return read(self._directory, version)
 
     def _refuse(self, version: WeightVersion, error: WeightsMismatch) -> None:
         self.num_refused += 1
@@ -110,10 +102,10 @@ class Refresher:
         """Polls for as long as it is not cancelled."""
         while True:
             latest, learner, lines = await asyncio.to_thread(self._look)
-            self._judge(learner, lines)
+            await self._judge(learner, lines)
             if latest is not None and self._wants(latest):
                 await self._refresh(latest)
-                self._judge(learner, lines)
+                await self._judge(learner, lines)
             await asyncio.sleep(self._poll_interval_s)
 
     def serves(self, ticket: Ticket) -> bool:
@@ -170,14 +162,14 @@ class Refresher:
         else:
             self._failed = (latest.number, time.monotonic() + _RETRY_S)
 
-    def _judge(self, learner: LearnerState | None, lines: dict[int, Line]) -> None:
+    async def _judge(self, learner: LearnerState | None, lines: dict[int, Line]) -> None:
         """Pauses or resumes the engine by its distance from the learner."""
         if learner is None or self.version is None:
             return
         behind = update_distance(self.version, learner.line, learner.update, lines)
         if behind > self._max_behind and self.paused_since is None:
             self.paused_since = time.time()
-            self._engine.pause()
+            await self._engine.pause()
             log.warning(
                 "paused: v%d is %d updates behind update %d, more than %d; waiting for a newer version",
                 self.version.number,
@@ -188,4 +180,4 @@ class Refresher:
         elif behind <= self._max_behind and self.paused_since is not None:
             log.warning("resumed with v%d after %.1f s", self.version.number, time.time() - self.paused_since)
             self.paused_since = None
-            self._engine.resume()
+            await self._engine.resume()

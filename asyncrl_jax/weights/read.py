@@ -47,8 +47,18 @@ def read(
       WeightsMismatch: if manifest, leaves, shapes, dtypes or bytes are not those announced.
       TimeoutError: if the store does not answer in time.
     """
+    manifest = announced_manifest(directory, version)
     path = version_path(commit.root_path(directory), version.number)
-    data = _manifest_bytes(path, version.number)
+    try:
+        return manifest, read_arrays(path, manifest.leaves, timeout_s)
+    except WeightsMismatch:
+        _manifest_bytes(path, version.number)  # deleted under the reader: retention removes the manifest first
+        raise
+
+
+def announced_manifest(directory: str | os.PathLike[str], version: WeightVersion) -> Manifest:
+    """The manifest of an announced version, checked against the announcement. Raises as `read`, but never times out."""
+    data = _manifest_bytes(version_path(commit.root_path(directory), version.number), version.number)
     if digest(data) != version.manifest_digest:
         raise WeightsMismatch(
             "manifest_digest", f"v{version.number}: {digest(data)}, announced {version.manifest_digest}"
@@ -58,11 +68,7 @@ def read(
         if getattr(manifest, field) != getattr(version, field):
             here, announced = getattr(manifest, field), getattr(version, field)
             raise WeightsMismatch("version", f"v{version.number}: {field} is {here}, announced {announced}")
-    try:
-        return manifest, read_arrays(path, manifest.leaves, timeout_s)
-    except WeightsMismatch:
-        _manifest_bytes(path, version.number)  # deleted under the reader: retention removes the manifest first
-        raise
+    return manifest
 
 
 def read_manifest(directory: str | os.PathLike[str], number: int) -> Manifest:

@@ -12,20 +12,21 @@ from asyncrl_jax.actor.engines.jax_engine import JaxEngine
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models import graph_of, init_params, merge, to_tensors
 from asyncrl_jax.weights.manifest import Canary, Leaf, Manifest
+from asyncrl_jax.weights.publish import publish
 
 MODEL = ModelConfig(
     num_layers=2,
-    hidden_dim=16,
+    hidden_dim=32,  # multiples of 32 here and below: vLLM's kernels for the CPU know no others
     num_heads=2,
     num_kv_heads=1,
-    head_dim=8,
+    head_dim=32,
     num_experts=4,
     experts_per_token=2,
-    expert_dim=16,
+    expert_dim=32,
     max_positions=64,
-    init_std=0.4,
+    init_std=0.3,
 )
-MAX_TOKENS = 32
+MAX_TOKENS = 48  # more than a block of vLLM's cache
 
 
 @jax.jit
@@ -70,8 +71,18 @@ def make_version(number):
     return params, manifest, tensors
 
 
-def make_engine():
-    return JaxEngine(MODEL, num_slots=4, max_tokens=MAX_TOKENS, canary_tolerance=1e-3)
+def publish_versions(directory, numbers=range(3)):
+    """Versions on disk, as they would be announced."""
+    versions = []
+    for number in numbers:
+        _, manifest, tensors = make_version(number)
+        version = publish(directory, tensors, number=number, parent=None, line=0, update=number, canary=manifest.canary)
+        versions.append(version)
+    return versions
+
+
+def make_engine(**kwargs):
+    return JaxEngine(MODEL, num_slots=4, max_tokens=MAX_TOKENS, canary_tolerance=1e-3, **kwargs)
 
 
 @contextlib.asynccontextmanager

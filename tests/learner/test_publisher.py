@@ -117,13 +117,13 @@ def test_wgt_08_an_engine_confirms_the_learners_fingerprint_of_each_version_and_
             await (await engine.open(0, 1.0)).generate((1,), frozenset(), 1)
         read_back = {n: read(learner.weights_dir, version) for n, version in versions.items()}
         for number, (manifest, tensors) in read_back.items():
-            await engine.load(manifest, tensors)
+            await engine.adopt(manifest, tensors)
             assert engine.version == number
         with pytest.raises(WeightsMismatch, match="canary"):
-            await engine.load(read_back[3][0], read_back[0][1])
+            await engine.adopt(read_back[3][0], read_back[0][1])
         garbage = {name: np.zeros_like(array) for name, array in read_back[3][1].items()}
         with pytest.raises(WeightsMismatch, match="canary"):
-            await engine.load(read_back[3][0], garbage)
+            await engine.adopt(read_back[3][0], garbage)
         assert engine.version == 3
 
     asyncio.run(run())

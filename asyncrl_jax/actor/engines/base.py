@@ -1,14 +1,17 @@
-"""What an actor asks of an engine: sessions that sample, and weights that are proven before they sample."""
+"""What an actor asks of an engine: sessions that sample, and weights that are proven before they sample.
+
+Dimensions: T tokens of a turn, S tokens of a sequence, L layers, K experts of a token.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 
-from asyncrl_jax.weights.manifest import Manifest
+from asyncrl_jax.types import WeightVersion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +22,24 @@ class Completion:
     logprobs: np.ndarray  # float32 [T], of the temperature-scaled distribution sampled from
     versions: np.ndarray  # int32 [T], number of the version that made each token
     finish: Literal["stop", "length"]
+    # int16 [S - 1, L, K], when asked for: experts that served each token of the sequence so far when it was first
+    # computed; -1 in dense layers. The last token has none yet.
+    routed_experts: np.ndarray | None = None
+
+
+@dataclasses.dataclass
+class EngineCounters:
+    """Work done since the start."""
+
+    num_steps: int = 0
+    num_fed_tokens: int = 0  # sequences that were computed, summed over steps
+    num_sampled_tokens: int = 0
+    num_prompt_tokens: int = 0  # asked for, over all turns; history of the session included
+    num_reused_tokens: int = 0  # of these, not computed again
+    num_loads: int = 0
+    swap_s: float = 0.0  # seconds in which nothing could be sampled because weights were swapped
+    proof_s: float = 0.0  # seconds that proofs took
+    rebuild_s: float = 0.0  # seconds in which caches of running sequences were computed anew after swaps
 
 
 class Session(Protocol):
@@ -34,7 +55,7 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees the slot. May be called more than once."""
+        """Frees the slot, and stops what is being sampled. May be called more than once."""
         ...
 
 
@@ -52,27 +73,52 @@ class Engine(Protocol):
         """Number of the version that samples now; None before the first load."""
         ...
 
-    async def open(self, seed: int, temperature: float) -> Session:
-        """A session; waits for a free slot, first come first served."""
+    @property
+    def counters(self) -> EngineCounters:
+        """Work done so far."""
         ...
 
-    async def load(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> None:
-        """Proves these weights and swaps them in between two tokens; sessions under way go on with them.
+    @property
+    def num_slots(self) -> int:
+        """Sessions that may be open at once."""
+        ...
+
+    @property
+    def num_busy_slots(self) -> int:
+        """Sessions that are open."""
+        ...
+
+    async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> Session:
+        """A session; waits for a free slot, first come first served.
 
         Args:
-          manifest: of the version.
-          tensors: its arrays by Hugging Face name.
+          seed: of sampling.
+          temperature: of sampling, more than 0.
+          routed_experts: whether completions say which experts served each token.
 
         Raises:
+          ValueError: for a temperature that is not more than 0, or if the engine cannot say which experts served.
+        """
+        ...
+
+    async def load(self, directory: str, version: WeightVersion) -> None:
+        """Reads, proves and swaps in an announced version; sessions under way go on with it.
+
+        Args:
+          directory: of all versions.
+          version: as announced.
+
+        Raises:
+          VersionGone: if it was deleted, also while it was being read; the old weights stay.
           WeightsMismatch: when the proof fails; the old weights stay.
         """
         ...
 
-    def pause(self) -> None:
-        """Samples nothing until `resume`; sessions stay."""
+    async def pause(self) -> None:
+        """Samples nothing from its return until `resume`; sessions stay."""
         ...
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Goes on after `pause`."""
         ...
 

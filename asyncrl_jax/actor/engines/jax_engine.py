@@ -10,8 +10,8 @@ Dimensions: B slots, S positions of a slot, C rows of a prefill, V vocabulary.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,10 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asyncrl_jax.actor.engines.base import Completion
+from asyncrl_jax.actor.engines.base import Completion, EngineCounters
+from asyncrl_jax.actor.engines.gate import SwapGate
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models import KVCache, Params, decode_step, from_tensors, graph_of, init_cache, merge, prefill
+from asyncrl_jax.types import WeightVersion
 from asyncrl_jax.weights.manifest import Manifest, WeightsMismatch, check_canary
+from asyncrl_jax.weights.read import read
 
 _PREFILL_ROWS = 16  # more rows fall out of a CPU's cache: 4 × 16 rows take half the time of 64
 _PROOF_TEMPERATURE = 0.7  # not 1, so that a temperature applied twice or never shows
@@ -78,16 +81,6 @@ def _gumbel(seed_2: jax.Array, position: jax.Array, *, size: int) -> jax.Array:
     return jax.random.gumbel(jax.random.fold_in(key, position), (size,))
 
 
-@dataclasses.dataclass
-class EngineCounters:
-    """Work done since the start."""
-
-    num_steps: int = 0
-    num_fed_tokens: int = 0  # slots that were in use, summed over steps
-    num_sampled_tokens: int = 0
-    num_loads: int = 0
-
-
 class JaxEngine:
     """See `Engine`. All methods belong to one event loop; only a load's proof runs on another thread.
 
@@ -97,8 +90,11 @@ class JaxEngine:
     keys of the old ones.
     """
 
-    def __init__(self, config: ModelConfig, *, num_slots: int, max_tokens: int, canary_tolerance: float) -> None:
+    def __init__(
+        self, config: ModelConfig, *, num_slots: int, max_tokens: int, canary_tolerance: float, swap_at: str = "token"
+    ) -> None:
         self.counters = EngineCounters()
+        self._gate = SwapGate(swap_at)
         self._config = config
         self._programs = _programs(config)
         self._canary_tolerance = canary_tolerance
@@ -140,20 +136,29 @@ class JaxEngine:
     def paused(self) -> bool:
         return self._paused
 
-    async def open(self, seed: int, temperature: float) -> JaxSession:
+    async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> JaxSession:
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: more than 0")
+        if routed_experts:
+            raise ValueError("routed_experts=True: the JAX engine does not say which experts served a token")
         slot = await self._free.get()
+        try:
+            await self._gate.enter("episode")
+        except asyncio.CancelledError:
+            self._free.put_nowait(slot)
+            raise
         self._known_B[slot] = self._fed_B[slot] = 0
         self._seeds_B2[slot] = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
         self._temperature_B[slot] = temperature
         return JaxSession(self, slot)
 
-    def pause(self) -> None:
+    async def pause(self) -> None:
         self._paused = True
+        self._gate.set_paused(True)
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         self._paused = False
+        self._gate.set_paused(False)
         self._wake.set()
 
     async def run(self) -> None:
@@ -204,6 +209,15 @@ class JaxEngine:
         self, slot: int, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int
     ) -> Completion:
         """`JaxSession.generate` of the session in `slot`."""
+        await self._gate.enter("turn")
+        try:
+            return await self._generate(slot, new_tokens, stop_tokens, max_tokens)
+        finally:
+            self._gate.leave("turn")
+
+    async def _generate(
+        self, slot: int, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int
+    ) -> Completion:
         known, max_positions = int(self._known_B[slot]), self._tokens_BS.shape[1]
         start = known + len(new_tokens)
         if self._version is None:
@@ -212,6 +226,8 @@ class JaxEngine:
             raise ValueError(
                 f"{known} tokens and {len(new_tokens)} new ones leave no room to sample {max_tokens} of {max_positions}"
             )
+        self.counters.num_prompt_tokens += start
+        self.counters.num_reused_tokens += int(self._fed_B[slot])
         self._tokens_BS[slot, known:start] = new_tokens
         self._known_B[slot] = start
         self._limit_B[slot] = start + max_tokens
@@ -236,13 +252,31 @@ class JaxEngine:
         if answer is not None and not answer.done():
             answer.set_exception(RuntimeError("the session was closed while it was sampling"))
         self._known_B[slot] = self._fed_B[slot] = 0
+        self._gate.leave("episode")
         self._free.put_nowait(slot)
 
-    async def load(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> None:
+    async def load(self, directory: str, version: WeightVersion) -> None:
+        await self.adopt(*await asyncio.to_thread(read, directory, version))
+
+    async def adopt(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> None:
+        """Proves and swaps in weights that were read.
+
+        Args:
+          manifest: of the version.
+          tensors: its arrays by Hugging Face name.
+
+        Raises:
+          WeightsMismatch: as `load`.
+        """
         # A proof takes tens of milliseconds, and seconds when it compiles: on a thread, so that heartbeats go on.
+        started_at = time.monotonic()
         params, cache = await asyncio.to_thread(self._prove, manifest, tensors)
-        cache = self._rebuild(params, cache)
-        self._params, self._cache, self._version = params, cache, manifest.number
+        self.counters.proof_s += time.monotonic() - started_at
+        async with self._gate.swap():
+            started_at = time.monotonic()
+            cache = self._rebuild(params, cache)
+            self._params, self._cache, self._version = params, cache, manifest.number
+            self.counters.rebuild_s += time.monotonic() - started_at
         self.counters.num_loads += 1
         self._wake.set()
 

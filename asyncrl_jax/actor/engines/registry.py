@@ -1,0 +1,34 @@
+"""The engine that a config asks for."""
+
+from __future__ import annotations
+
+from asyncrl_jax.actor.engines.base import Engine
+from asyncrl_jax.config import Config
+
+
+def make_engine(config: Config) -> Engine:
+    """A fresh engine without weights. Imports JAX or vLLM, whichever it is; the other need not be installed.
+
+    Raises:
+      ValueError: if the engine cannot serve the model.
+    """
+    slots, max_tokens, swap_at = config.actor.slots, config.environment.max_tokens, config.actor.swap_at
+    tolerance = config.weights.canary_tolerance
+    if config.actor.engine == "jax":
+        from asyncrl_jax.actor.engines.jax_engine import JaxEngine
+
+        return JaxEngine(
+            config.model, num_slots=slots, max_tokens=max_tokens, canary_tolerance=tolerance, swap_at=swap_at
+        )
+    from asyncrl_jax.actor.engines.vllm_engine import VllmEngine
+    from asyncrl_jax.actor.engines.vllm_process import VllmProcess
+
+    backend = VllmProcess(config.model, config.vllm, num_slots=slots, max_tokens=max_tokens)
+    return VllmEngine(
+        backend,
+        num_slots=slots,
+        max_tokens=max_tokens,
+        canary_tolerance=tolerance,
+        swap_at=swap_at,
+        routed_experts=config.vllm.routed_experts,
+    )

@@ -1,0 +1,104 @@
+"""Proof that a live vLLM samples with the weights it was given, through its own scheduler, kernels and sampler.
+
+Dimensions: C canary rows, T tokens of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from asyncrl_jax.actor.engines.vllm_backend import Backend, SamplingRequest
+from asyncrl_jax.weights.manifest import Manifest, WeightsMismatch, check_canary
+
+PROOF_TOKENS = 8  # sampled for each row of a proof
+_TEMPERATURE = 0.7  # not 1, so that a temperature applied twice or never shows; below 1, see `_misreported`
+_MAX_ROWS = 4  # rows that are continued
+
+
+async def prove(backend: Backend, manifest: Manifest, *, tolerance: float, max_tokens: int, attempt: int) -> None:
+    """Compares the engine with the manifest's canary, and what its sampler reports with what its own prefill says.
+
+    Args:
+      backend: with the weights loaded, and nothing else to do.
+      manifest: of these weights.
+      tolerance: largest difference of log-probs, in nats.
+      max_tokens: of the engine's longest sequence.
+      attempt: a number that no other proof of this backend has.
+
+    Raises:
+      WeightsMismatch: with reason "version", "canary" or "continuation".
+    """
+    canary_CT = manifest.canary.tokens
+    rows = [tuple(map(int, row)) for row in canary_CT]
+    if canary_CT.shape[1] > max_tokens:
+        raise WeightsMismatch("canary", f"v{manifest.number}: its canary {canary_CT.shape} does not fit the engine")
+    name = f"proof-{attempt}-v{manifest.number}"
+    start = max(1, min(canary_CT.shape[1], max_tokens - PROOF_TOKENS))
+    length = min(PROOF_TOKENS, max_tokens - start)
+    scores, continuations = await asyncio.gather(
+        asyncio.gather(*(backend.score(f"{name}-canary-{i}", row) for i, row in enumerate(rows))),
+        asyncio.gather(
+            *(
+                _continue(backend, manifest, f"{name}-{i}", row[:start], length)
+                for i, row in enumerate(rows[:_MAX_ROWS])
+            )
+        ),
+    )
+    try:
+        logprobs = [
+            [score[t][token] for t, token in enumerate(row[1:])] for row, score in zip(rows, scores, strict=True)
+        ]
+    except KeyError as error:
+        raise WeightsMismatch("canary", f"v{manifest.number}: no log-prob of token {error}") from error
+    check_canary(manifest, np.array(logprobs, np.float32), tolerance)
+    worst = max(continuations)
+    if not worst <= tolerance:  # written so that NaN fails
+        detail = f"v{manifest.number}: sampling reports log-probs that differ by {worst:.3g} nats from prefill's"
+        raise WeightsMismatch("continuation", detail)
+
+
+async def _continue(backend: Backend, manifest: Manifest, name: str, prompt: tuple[int, ...], length: int) -> float:
+    """Samples on from a row, has a prefill of the result confirm the log-probs, and returns the worst difference."""
+    request = SamplingRequest(
+        request_id=f"{name}-continuation",
+        prompt=prompt,
+        max_tokens=length,
+        temperature=_TEMPERATURE,
+        seed=manifest.number,
+        stop_tokens=(),
+        num_top=1,
+    )
+    sampled = await backend.sample(request)
+    if sampled.version != str(manifest.number):
+        raise WeightsMismatch("version", f"v{manifest.number}: the engine says that it samples with {sampled.version}")
+    confirmed = await backend.score(f"{name}-confirmation", (*prompt, *map(int, sampled.tokens)))
+    return max(
+        _misreported(reported, confirmed[len(prompt) - 1 + i], _TEMPERATURE) for i, reported in enumerate(sampled.top)
+    )
+
+
+def _misreported(reported: Mapping[int, float], confirmed: Mapping[int, float], temperature: float) -> float:
+    """By how much `reported` log-probs miss what temperature makes of the `confirmed` ones, in nats.
+
+    `confirmed` holds the most likely tokens only, and temperature, below 1, makes the rest less likely: with p the
+    least of the known probabilities and r the sum of the unknown ones, what they add to the normaliser is between 0 and
+    r p^(1/temperature - 1). With a small vocabulary nothing is unknown.
+    """
+    known = math.fsum(math.exp(value) for value in confirmed.values())
+    scaled = math.fsum(math.exp(value / temperature) for value in confirmed.values())
+    unknown = max(0.0, 1.0 - known) * math.exp(min(confirmed.values()) * (1.0 / temperature - 1.0))
+    low, high = math.log(scaled), math.log(scaled + unknown)
+    worst = 0.0
+    for token, value in reported.items():
+        if token not in confirmed:
+            continue  # the sampled token is always among them
+        above = value - (confirmed[token] / temperature - low)
+        below = confirmed[token] / temperature - high - value
+        if math.isnan(above):
+            return math.nan
+        worst = max(worst, above, below)
+    return worst
