@@ -262,6 +262,12 @@ class Config:
             "they are corrected for",
         )
         require(
+            self.learner.groups_per_update_max == 0 or self.pool.size_updates == 0,
+            "learner.groups_per_update_max",
+            self.learner.groups_per_update_max,
+            f"0 with pool.size_updates = {self.pool.size_updates}: a pool that is kept full is no backlog",
+        )
+        require(
             self.learner.advantage.overlong_buffer_tokens <= self.environment.max_tokens,
             "learner.advantage.overlong_buffer_tokens",
             self.learner.advantage.overlong_buffer_tokens,

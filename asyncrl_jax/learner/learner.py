@@ -26,6 +26,7 @@ from asyncrl_jax.types import LearnerState, Line, WeightVersion
 from .advantages import group_advantages
 from .checkpoint import Checkpoints
 from .intake import Intake
+from .packing import groups_for_update
 from .pool import Drawn, Moment, Pool, PooledGroup, bucket_of
 from .progress import lag_statistics
 from .publisher import Publisher
@@ -102,7 +103,7 @@ class Learner:
             last_chance=lambda p: self.staleness.is_unusable(p.versions, self.line, self.update + 1),
             seed=derive_seed(self.config.seed, "draw", self.line, self.update),
         )
-        return self.pool.draw(self.config.learner.groups_per_update, moment)
+        return self.pool.draw(groups_for_update(len(self.pool), self.config.learner), moment)
 
     def _bucket_weights(self) -> dict[str, float]:
         """What the orchestrator asks for, by bucket; the config's weights until it has asked."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from asyncrl_jax.config import Config
+from asyncrl_jax.config import Config, LearnerConfig
 from asyncrl_jax.types import Group, Trajectory
 
 Array = Any  # numpy.ndarray on the host, jax.Array inside of the step
@@ -47,6 +47,15 @@ def max_rows(config: Config) -> int:
     longest = config.environment.max_tokens - 1
     per_row = config.learner.pack_tokens // longest
     return math.ceil(config.learner.most_groups * config.learner.group_size / per_row)
+
+
+def groups_for_update(backlog: int, config: LearnerConfig) -> int:
+    """Groups that the next update takes of `backlog` usable ones: all of them, within the config's bounds.
+
+    A larger update only uses tickets up sooner than planned. Each keeps its deadline, and what is outstanding shrinks,
+    so no token gets older than it would have; and the number of microbatches is an input of the compiled step.
+    """
+    return min(max(backlog, config.groups_per_update), config.most_groups)
 
 
 def pack_update(

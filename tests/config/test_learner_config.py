@@ -77,6 +77,10 @@ REFUSED = {
     ),
     "an unknown optimizer": ({"learner.optimizer": "sgd"}, "use one of adamw, adafactor, muon"),
     "fewer groups at most than at least": ({"learner.groups_per_update_max": 8}, "learner.groups_per_update = 16"),
+    "larger updates from a pool that is kept full": (
+        {"learner.groups_per_update_max": 32, "pool.size_updates": 2},
+        "0 with pool.size_updates = 2",
+    ),
     "a negative slowdown": ({"learner.lr_lag_slowdown": -1.0}, "learner.lr_lag_slowdown=-1.0"),
     "an N that is negative": ({"lag.token_updates": -1}, "lag.token_updates"),
 }

@@ -21,6 +21,14 @@ def test_loss_20_the_deviation_is_the_populations():
     np.testing.assert_allclose(group_advantages(np.array([1.0, 0.0]), 1e-6), [1.0, -1.0], atol=1e-5)
 
 
+@pytest.mark.parametrize(("std", "expected"), [("population", 1.0), ("sample", 0.70710678), ("none", 0.5)])
+def test_loss_20_every_choice_of_deviation_is_stated(std, expected):
+    """LOSS-20. Rewards 1 and 0."""
+    np.testing.assert_allclose(group_advantages(np.array([1.0, 0.0]), 0.0, std), [expected, -expected], rtol=1e-6)
+    with pytest.raises(ValueError, match="population, sample, none"):
+        group_advantages(np.array([1.0, 0.0]), 0.0, "mad")
+
+
 def test_eps_is_added_to_the_deviation():
     np.testing.assert_allclose(group_advantages(np.array([1.0, 0.0]), 0.5), [0.5, -0.5])
 

@@ -15,6 +15,7 @@ from asyncrl_jax.learner.advantages import (
 from asyncrl_jax.learner.credit import assign_credit
 from asyncrl_jax.learner.packing import pack_update
 from asyncrl_jax.learner.shaping import normalised_rewards, overlong_penalty
+from asyncrl_jax.learner.trainer import Trainer
 from asyncrl_jax.types import FinishReason
 
 
@@ -88,6 +89,19 @@ def test_loss_17_lone_members_give_no_advantage_and_that_is_counted():
     found = credit([members([1.0])] * 4, estimator="rloo")
     assert of_trajectories(found) == [[0.0]] * 4
     assert found.statistics["zero_advantage"] == 1
+
+
+def test_loss_17_update_after_update_without_an_advantage_is_said_once(caplog):
+    """LOSS-17."""
+    trainer = object.__new__(Trainer)
+    trainer._taught_nothing = 0
+    for update in range(12):
+        trainer._watch_credit({"zero_advantage": 1.0}, update)
+    assert [record.getMessage() for record in caplog.records] == [
+        "update 9: every advantage of the last 10 updates is 0; rewards within each group are all equal"
+    ]
+    trainer._watch_credit({"zero_advantage": 0.0}, 12)
+    assert trainer._taught_nothing == 0
 
 
 def test_rloo_compares_with_the_others():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from update_setup import group, ramp_advantages, random_groups, tiny_config, trajectory, zero_lags
 
-from asyncrl_jax.learner.packing import max_rows, pack_update
+from asyncrl_jax.learner.packing import groups_for_update, max_rows, pack_update
 
 
 def pack(groups, config=None, advantages=None, lags=None, masks=None):
@@ -91,6 +91,23 @@ def test_short_trajectories_fill_the_gaps_of_all_rows():
     packed = pack(groups)
     assert (packed.segment_ids > 0).any(axis=-1).sum() == 4
     assert sum(1 for _ in segments(packed)) == 12
+
+
+def test_an_update_takes_the_backlog_within_its_bounds_in_the_same_shape():
+    """Two groups at least, four at most; and whatever it takes, the arrays are those of four."""
+    config = tiny_config(groups_per_update=2, groups_per_update_max=4)
+    assert [groups_for_update(backlog, config.learner) for backlog in (2, 3, 9)] == [2, 3, 4]
+    assert groups_for_update(9, tiny_config().learner) == 4
+    shapes = {pack(random_groups(num=num), config).tokens.shape for num in (2, 3, 4)}
+    assert shapes == {(4, 2, 32)}
+
+
+def test_loss_21_a_second_use_of_a_group_keeps_the_samplers_logprobs():
+    """LOSS-21. What an update trains on is the trajectory as sampled, however often the optimizer has moved since."""
+    groups = random_groups()
+    first, second = pack(groups), pack(groups, lags=[[lag + 1 for lag in of] for of in zero_lags(groups)])
+    np.testing.assert_array_equal(first.behaviour_logprobs, second.behaviour_logprobs)
+    assert (second.token_lag[second.loss_mask] == 1).all()
 
 
 def test_the_same_groups_give_the_same_rows():
