@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl_jax.config_actor import ActorConfig, VllmConfig
 from asyncrl_jax.config_data import ArchiveConfig, ObserveConfig, PoolConfig
+from asyncrl_jax.config_environment import EnvironmentConfig, RewardConfig, ToolsConfig
 from asyncrl_jax.config_leaf import branch, require, setting
 from asyncrl_jax.config_learner import LearnerConfig
 from asyncrl_jax.config_model import MeshConfig, ModelConfig
@@ -112,50 +113,6 @@ class LagConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
-    name: str = setting("arithmetic", "registered environment that makes and scores tasks")
-    level_weights: tuple[float, ...] = setting((1.0, 1.0, 1.0), "share of training tasks of each level, level 1 first")
-    demonstrated_levels: tuple[int, ...] = setting((1, 2), "levels that warm-start demonstrations show")
-    max_turns: int = setting(5, "times the policy may speak in one episode")
-    max_tokens: int = setting(64, "longest trajectory, prompt and tool results included, in tokens")
-    call_timeout_s: float = setting(30.0, "longest one call of an environment may take before its episode fails, in s")
-
-    def __post_init__(self) -> None:
-        require(
-            len(self.level_weights) > 0 and min(self.level_weights) >= 0 and sum(self.level_weights) > 0,
-            "environment.level_weights",
-            self.level_weights,
-            "non-negative, and not all zero",
-        )
-        for level in self.demonstrated_levels:
-            require(
-                1 <= level <= len(self.level_weights),
-                "environment.demonstrated_levels",
-                self.demonstrated_levels,
-                f"levels are 1 to {len(self.level_weights)}",
-            )
-        require(self.max_turns >= 1, "environment.max_turns", self.max_turns, "at least 1")
-        require(self.max_tokens >= 2, "environment.max_tokens", self.max_tokens, "at least 2")
-        require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """Weights of the reward parts; each part is in [0, 1] per episode."""
-
-    final: float = setting(1.0, "weight of the right final answer")
-    step: float = setting(0.4, "weight of right intermediate steps")
-    format: float = setting(0.1, "weight of a well-formed episode")
-    tool: float = setting(0.1, "weight of well-formed tool calls")
-    shuffle: bool = setting(False, "control experiment: permute rewards within each batch; nothing should be learnt")
-
-    def __post_init__(self) -> None:
-        require(self.final >= 0.6, "reward.final", self.final, "at least 0.6, or the parts outweigh the answer")
-        for name in ("step", "format", "tool"):
-            require(getattr(self, name) >= 0, f"reward.{name}", getattr(self, name), "at least 0")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
     demonstrations: str = setting(
         "", "Avro file of demonstrations; empty: the local launcher writes <run_dir>/demonstrations.avro"
@@ -213,6 +170,7 @@ class Config:
     lag: LagConfig = branch(LagConfig)
     environment: EnvironmentConfig = branch(EnvironmentConfig)
     reward: RewardConfig = branch(RewardConfig)
+    tools: ToolsConfig = branch(ToolsConfig)
     warm_start: WarmStartConfig = branch(WarmStartConfig)
     learner: LearnerConfig = branch(LearnerConfig)
     actor: ActorConfig = branch(ActorConfig)

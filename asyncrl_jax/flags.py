@@ -40,7 +40,7 @@ class _TupleParser(flags.ArgumentParser[tuple[Any, ...]]):
         if isinstance(argument, tuple):
             return argument
         try:
-            return tuple(self.element(part) for part in argument.split(",") if part.strip())
+            return tuple(self.element(part.strip()) for part in argument.split(",") if part.strip())
         except ValueError as error:
             raise ValueError(f"{argument!r} is not {self.syntactic_help}") from error
 

@@ -27,6 +27,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # the token budget ran out
     MAX_TURNS = "max_turns"  # the turn budget ran out
     ERROR = "error"  # the environment, a tool or a reward raised
+    OUT_OF_TIME = "out_of_time"  # the time budget ran out
 
 
 class Outcome(enum.StrEnum):

@@ -5,7 +5,7 @@ from pathlib import Path
 from absl import flags as absl_flags
 
 from asyncrl_jax import flags
-from asyncrl_jax.local.child import die_with_parent
+from asyncrl_jax.lifetime import die_with_parent
 
 _OUTPUT = absl_flags.DEFINE_string("output", None, "Avro file to write.", required=True)
 

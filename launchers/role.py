@@ -15,7 +15,7 @@ from absl import logging as absl_logging
 from asyncrl_jax import exit_codes
 from asyncrl_jax.config import Config
 from asyncrl_jax.flags import config_from_flags, exit_with
-from asyncrl_jax.local.child import die_with_parent, stop_on_signals
+from asyncrl_jax.lifetime import die_with_parent, stop_on_signals
 from asyncrl_jax.local.environment import redis_password
 from asyncrl_jax.transport.connection import RedisUnavailable, connect
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from asyncrl_jax.actor.envs.base import Environment
-from asyncrl_jax.actor.envs.registry import check_environment
+from asyncrl_jax.actor.envs.registry import make_environments
 from asyncrl_jax.config import Config, EnvironmentConfig
 from asyncrl_jax.transport.demonstrations import Demonstration, DemonstrationSet, save_demonstrations
 from asyncrl_jax.types import Task
@@ -24,7 +24,7 @@ def write_demonstrations(config: Config, path: str | os.PathLike[str]) -> Demons
     Raises:
       ValueError: if the environment does not fit the config, or too few episodes fit its limits.
     """
-    environment_class = check_environment(config)
+    environments = make_environments(config)
     settings, wanted = config.environment, config.warm_start.num_demonstrations
     rng = random.Random(f"demonstrations/{config.seed}")
 
@@ -33,7 +33,7 @@ def write_demonstrations(config: Config, path: str | os.PathLike[str]) -> Demons
         for attempt in range(10 * wanted):
             level = settings.demonstrated_levels[attempt % len(settings.demonstrated_levels)]
             task = Task(settings.name, "train", level, attempt // len(settings.demonstrated_levels))
-            row = await _play(environment_class(), task, settings, rng)
+            row = await _play(environments(), task, settings, rng)
             if row is not None:
                 rows.append(row)
             if len(rows) == wanted:
@@ -45,8 +45,8 @@ def write_demonstrations(config: Config, path: str | os.PathLike[str]) -> Demons
 
     demonstrations = DemonstrationSet(
         environment=settings.name,
-        identity=environment_class.identity,
-        vocab_size=environment_class.vocab_size,
+        identity=environments.identity,
+        vocab_size=environments.vocab_size,
         rows=tuple(asyncio.run(play_all())),
     )
     save_demonstrations(path, demonstrations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -96,7 +97,8 @@ async def run_episode(
     limit_s = config.environment.call_timeout_s
     try:
         transcript, finish = await _converse(session, environment, task, config.environment)
-        scored = await _call("score", _score(environment, config.reward), limit_s)
+        score_limit_s = math.inf if environment.limits_own_score else limit_s
+        scored = await _call("score", _score(environment, config.reward), score_limit_s)
     finally:
         session.close()
         await _close(environment, limit_s)
@@ -114,10 +116,13 @@ async def _converse(
     session: Session, environment: Environment, task: Task, limits: EnvironmentConfig
 ) -> tuple[_Transcript, FinishReason]:
     transcript = _Transcript()
+    started_at = time.monotonic()
     forced = await _call("reset", _reset(environment, task, limits.max_tokens), limits.call_timeout_s)
     for _ in range(limits.max_turns):
         if transcript.num_tokens + len(forced) >= limits.max_tokens:
             return transcript, FinishReason.LENGTH
+        if transcript.num_turns and time.monotonic() - started_at > limits.episode_timeout_s:
+            return transcript, FinishReason.OUT_OF_TIME
         transcript.forced(forced)
         room = limits.max_tokens - transcript.num_tokens
         completion = await session.generate(forced, environment.stop_tokens, room)
@@ -163,7 +168,7 @@ async def _call(stage: str, awaitable: Awaitable[T], limit_s: float) -> T:
     Invariant: what an environment raises passes as EpisodeFailed only, even a cancellation of its own making.
     """
     try:
-        async with asyncio.timeout(limit_s) as limit:
+        async with asyncio.timeout(limit_s if limit_s < math.inf else None) as limit:
             return await awaitable
     except Exception as error:
         detail = f"no answer within {limit_s:g} s" if limit.expired() else repr(error)

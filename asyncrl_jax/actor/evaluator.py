@@ -7,7 +7,7 @@ import collections
 import logging
 
 from asyncrl_jax.actor.engines.base import Engine
-from asyncrl_jax.actor.envs.base import Environment
+from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.actor.refresh import Loader
 from asyncrl_jax.actor.renewal import renewed
@@ -33,7 +33,7 @@ class Evaluator:
         engine: Engine,
         loader: Loader,
         control: Control,
-        environment_class: type[Environment],
+        environments: EnvironmentMaker,
         config: EpisodeConfig,
         *,
         holder: str,
@@ -45,7 +45,7 @@ class Evaluator:
         self._engine = engine
         self._loader = loader
         self._control = control
-        self._environment_class = environment_class
+        self._environments = environments
         self._config = config
         self._holder = holder
         self._temperature = temperature
@@ -110,7 +110,7 @@ class Evaluator:
             try:
                 return await run_episode(
                     self._engine,
-                    self._environment_class(),
+                    self._environments(),
                     task,
                     seed=derive_seed(request.seed, "evaluation", level, index),
                     temperature=self._temperature,

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_jax.actor.engines.registry import make_engine
-from asyncrl_jax.actor.envs.registry import check_environment
+from asyncrl_jax.actor.envs.registry import make_environments
 from asyncrl_jax.actor.episode import EpisodeConfig
 from asyncrl_jax.actor.evaluator import Evaluator
 from asyncrl_jax.actor.pulse import Pulse
 from asyncrl_jax.actor.refresh import Loader, Refresher
 from asyncrl_jax.actor.sampler import Sampler
+from asyncrl_jax.actor.verifiers import VerifierPool
 from asyncrl_jax.config import Config
 from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.transport.codec import Limits
@@ -62,7 +63,8 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
       RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
       WeightsRefused: if version after version fails its proof.
     """
-    environment_class = check_environment(config)
+    verifiers = VerifierPool(config.environment.score_processes, config.environment.score_timeout_s)
+    environments = make_environments(config, verifiers)
     redis, keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
     control = Control(redis, keys)
     directory = config.weights.directory or str(run_dir / "weights")
@@ -71,6 +73,12 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
     metrics = Metrics(run_dir, actor_id)
 
     async def run() -> None:
+        try:
+            await play()
+        finally:
+            await verifiers.close()
+
+    async def play() -> None:
         engine, evaluation_engine = make_engine(config), make_engine(config)
         refresher = Refresher(
             engine,
@@ -84,7 +92,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             refresher,
             TaskStream(redis, keys, actor_id, config.redis),
             GroupWriter(redis, keys, config.redis, Limits.from_config(config), payloads),
-            environment_class,
+            environments,
             episodes,
             actor_id=actor_id,
             num_slots=config.actor.slots,
@@ -95,7 +103,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             evaluation_engine,
             Loader(evaluation_engine, control, directory, f"{actor_id}/evaluation", config.weights),
             control,
-            environment_class,
+            environments,
             episodes,
             holder=actor_id,
             temperature=config.actor.temperature,

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 
 from asyncrl_jax.actor.engines.base import Engine
-from asyncrl_jax.actor.envs.base import Environment
+from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.actor.refresh import Refresher
 from asyncrl_jax.seeds import derive_seed
@@ -48,7 +48,7 @@ class Sampler:
         refresher: Refresher,
         tasks: TaskStream,
         writer: GroupWriter,
-        environment_class: type[Environment],
+        environments: EnvironmentMaker,
         config: EpisodeConfig,
         *,
         actor_id: str,
@@ -62,7 +62,7 @@ class Sampler:
         self._refresher = refresher
         self._tasks = tasks
         self._writer = writer
-        self._environment_class = environment_class
+        self._environments = environments
         self._config = config
         self._actor_id = actor_id
         self._num_slots = num_slots
@@ -155,7 +155,7 @@ class Sampler:
             try:
                 return await run_episode(
                     self._engine,
-                    self._environment_class(),
+                    self._environments(),
                     ticket.task,
                     seed=derive_seed(ticket.seed, "member", member, attempt),
                     temperature=ticket.temperature,

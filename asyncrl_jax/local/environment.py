@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl_jax.config import RedisConfig
-from asyncrl_jax.local.child import PARENT_VARIABLE
+from asyncrl_jax.lifetime import PARENT_VARIABLE
 
 PASSWORD_VARIABLE = "ASYNCRL_REDIS_PASSWORD"  # noqa: S105 - the name of a variable
 

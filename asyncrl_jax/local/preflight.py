@@ -81,10 +81,10 @@ def _packages() -> Check:
 
 
 def _environment(config: Config) -> Check:
-    from asyncrl_jax.actor.envs.registry import check_environment
+    from asyncrl_jax.actor.envs.registry import make_environments
 
     try:
-        check_environment(config)
+        make_environments(config)
     except ValueError as error:
         return Check("environment", config.environment.name, str(error))
     return Check("environment", config.environment.name)

@@ -50,7 +50,7 @@ def write_record(run_dir: Path, config: Config, environment: Mapping[str, str]) 
         "packages": dict(sorted((d.name, d.version) for d in importlib.metadata.distributions())),
         "tasks": {
             "environment": config.environment.name,
-            "identity": task_identity(config.environment.name),
+            "identity": task_identity(config),
             "demonstrations_sha256": _sha256(demonstrations),
         },
         "variables": {name: environment[name] for name in _VARIABLES if name in environment},
@@ -79,11 +79,11 @@ def code_revision() -> dict[str, Any]:
     return revision
 
 
-def task_identity(environment: str) -> str:
+def task_identity(config: Config) -> str:
     """What names the environment's tasks, protocol and tokens: it changes whenever they do."""
-    from asyncrl_jax.actor.envs.registry import environment_class
+    from asyncrl_jax.actor.envs.registry import make_environments
 
-    return environment_class(environment).identity
+    return make_environments(config).identity
 
 
 def hardware() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from asyncrl_jax.config_file import read_config
-from asyncrl_jax.local.child import die_with_parent
+from asyncrl_jax.lifetime import die_with_parent
 from asyncrl_jax.local.environment import redis_password
 from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.transport.connection import connect

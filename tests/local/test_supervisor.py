@@ -155,7 +155,7 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path):
     pid_file = tmp_path / "child"
     child = f"""
 import os, time, pathlib
-from asyncrl_jax.local.child import die_with_parent
+from asyncrl_jax.lifetime import die_with_parent
 die_with_parent()
 pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))
 time.sleep(60)

@@ -25,22 +25,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import random
 import re
-import sys
-import types
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, ClassVar
 
+import asyncrl_jax.actor.envs.pycosat_stub  # noqa: F401, before any import of reasoning_gym
+
+# isort: split
+from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
+
 from asyncrl_jax.actor.envs.base import Observation, Score
 from asyncrl_jax.types import Task
-
-if importlib.util.find_spec("pycosat") is None:
-    # reasoning-gym imports all of its tasks at once, and with them a SAT solver that has no wheel. Sums need none.
-    sys.modules["pycosat"] = types.ModuleType("pycosat")
-from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
 ALPHABET = "_^=<>;#$!+-0123456789"  # a token id is a position here; 0 is padding
 SOLUTION_TOKENS = 64
@@ -200,6 +197,7 @@ class Arithmetic:
     num_levels: ClassVar[int] = len(LEVELS)
     identity: ClassVar[str] = _identity()
     stop_tokens: ClassVar[frozenset[int]] = frozenset(encode(">$"))
+    limits_own_score: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._problem: Problem | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from asyncrl_jax.types import Task
 
@@ -33,11 +33,20 @@ class Environment(Protocol):
     after a `reset` that raised.
     """
 
-    name: ClassVar[str]  # that tasks and the config carry
-    vocab_size: ClassVar[int]  # tokens the environment writes are below this
-    num_levels: ClassVar[int]
-    identity: ClassVar[str]  # changes whenever tasks, protocol or tokens do
-    stop_tokens: ClassVar[frozenset[int]]  # a turn of the policy ends with one of these
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the environment writes are below this."""
+        ...
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """A turn of the policy ends with one of these."""
+        ...
+
+    @property
+    def limits_own_score(self) -> bool:
+        """`score` ends by itself; it may wait long for others that are scored first, so no limit is put on it."""
+        ...
 
     async def reset(self, task: Task) -> tuple[int, ...]:
         """Starts the episode and returns the prompt."""
@@ -54,3 +63,25 @@ class Environment(Protocol):
     def demonstrate(self, rng: random.Random) -> list[tuple[int, ...]]:
         """Turns of a scripted policy for the task of the last `reset`, for warm-start demonstrations."""
         ...
+
+
+class EnvironmentMaker(Protocol):
+    """What an environment is for all episodes; called, it gives one for one episode. A class will do."""
+
+    @property
+    def name(self) -> str:
+        """What tasks and the config carry."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_levels(self) -> int: ...
+
+    @property
+    def identity(self) -> str:
+        """Changes whenever tasks, protocol or tokens do."""
+        ...
+
+    def __call__(self) -> Environment: ...

@@ -2,40 +2,74 @@
 
 from __future__ import annotations
 
+from asyncrl_jax.actor.chat.formats import chat_format
 from asyncrl_jax.actor.envs.arithmetic import Arithmetic
-from asyncrl_jax.actor.envs.base import Environment
+from asyncrl_jax.actor.envs.base import EnvironmentMaker
+from asyncrl_jax.actor.envs.chat import ChatEnvironments
+from asyncrl_jax.actor.envs.text import TextEnvironmentFactory
+from asyncrl_jax.actor.tools.builtin import make_sandbox, make_tools
+from asyncrl_jax.actor.tools.sandbox import SandboxUnavailable
+from asyncrl_jax.actor.verifiers import VerifierPool
 from asyncrl_jax.config import Config
 
-_CLASSES: tuple[type[Environment], ...] = (Arithmetic,)
-ENVIRONMENTS = {environment.name: environment for environment in _CLASSES}
 
+def make_environments(config: Config, verifiers: VerifierPool | None = None) -> EnvironmentMaker:
+    """The environment of a run: called, it gives one for one episode.
 
-def environment_class(name: str) -> type[Environment]:
-    """The registered class; one instance of it serves one episode.
-
-    Raises:
-      ValueError: for a name that is not registered.
-    """
-    if name not in ENVIRONMENTS:
-        raise ValueError(f"--config.environment.name={name}: not registered; known: {', '.join(sorted(ENVIRONMENTS))}")
-    return ENVIRONMENTS[name]
-
-
-def check_environment(config: Config) -> type[Environment]:
-    """The environment of a run, after checking that the model can speak it and that its levels exist.
+    Args:
+      config: of the run.
+      verifiers: processes that score answers; None where nothing is scored.
 
     Raises:
-      ValueError: naming the setting that does not fit.
+      ValueError: for a name, tokenizer or tool that is not known, a sandbox that can't be had, tokens that the model
+        does not know, or levels that do not exist; it names the setting.
     """
-    environment = environment_class(config.environment.name)
-    if config.model.vocab_size < environment.vocab_size:
+    environments = _make(config, verifiers or VerifierPool())
+    if config.model.vocab_size < environments.vocab_size:
         raise ValueError(
             f"--config.model.vocab_size={config.model.vocab_size}: environment {config.environment.name} has "
-            f"{environment.vocab_size} tokens"
+            f"{environments.vocab_size} tokens"
         )
-    if len(config.environment.level_weights) > environment.num_levels:
+    if len(config.environment.level_weights) > environments.num_levels:
         raise ValueError(
             f"--config.environment.level_weights={config.environment.level_weights}: environment "
-            f"{config.environment.name} has {environment.num_levels} levels"
+            f"{config.environment.name} has {environments.num_levels} levels"
         )
-    return environment
+    return environments
+
+
+def _make(config: Config, verifiers: VerifierPool) -> EnvironmentMaker:
+    kind, _, rest = config.environment.name.partition(":")
+    if kind == Arithmetic.name and not rest:
+        return Arithmetic
+    try:
+        factory = _text_factory(kind, rest, config, verifiers)
+        tools = make_tools(config.tools.names, config.tools)
+    except SandboxUnavailable as error:
+        raise ValueError(f"--config.tools.sandbox={config.tools.sandbox}: {error}") from error
+    return ChatEnvironments(factory, chat_format(config.environment.tokenizer), tools, config.tools)
+
+
+def _text_factory(kind: str, rest: str, config: Config, verifiers: VerifierPool) -> TextEnvironmentFactory:
+    # Imported when asked for: each brings a package of its own.
+    num_levels = len(config.environment.level_weights)
+    if kind == "code" and not rest:
+        from asyncrl_jax.actor.envs.code import CodeTasks
+
+        return CodeTasks(make_sandbox(config.tools))
+    if kind == "reasoning_gym":
+        from asyncrl_jax.actor.envs.reasoning import ReasoningTasks
+
+        return ReasoningTasks(rest, verifiers)
+    if kind == "function":
+        from asyncrl_jax.actor.envs.function import FunctionTasks
+
+        return FunctionTasks(rest, num_levels)
+    if kind == "gymnasium":
+        from asyncrl_jax.actor.envs.gym import GymnasiumTasks
+
+        return GymnasiumTasks(rest, num_levels)
+    raise ValueError(
+        f"--config.environment.name={config.environment.name}: not known; use arithmetic, code, "
+        "reasoning_gym:<data set>, function:<module>:<name> or gymnasium:<id>"
+    )

@@ -79,19 +79,25 @@ class Run:
 
 
 class Sandbox:
-    """Runs pieces of code, any number at once; each is a process tree of its own that is gone when `run` returns.
+    """Runs pieces of code, in one event loop; each is a process tree of its own that is gone when `run` returns.
 
     Invariant: whatever the code does, and however `run` ends, its processes and files are gone afterwards.
     """
 
-    def __init__(self, kind: Kind = "bubblewrap", limits: Limits | None = None) -> None:
-        """Args: kind: see the table of this module; limits: of every run.
+    def __init__(
+        self, kind: Kind = "bubblewrap", limits: Limits | None = None, *, max_running: int | None = None
+    ) -> None:
+        """Args:
+          kind: see the table of this module.
+          limits: of every run; waiting for others does not count.
+          max_running: pieces of code at one time; None for twice the number of cores.
 
         Raises:
           SandboxUnavailable: if bubblewrap is asked for and not installed.
         """
         self.kind = kind
         self.limits = limits or Limits()
+        self._room = asyncio.Semaphore(max_running or 2 * (os.cpu_count() or 1))
         self._bwrap = shutil.which("bwrap") if kind == "bubblewrap" else None
         if kind == "bubblewrap" and self._bwrap is None:
             raise SandboxUnavailable(
@@ -108,6 +114,10 @@ class Sandbox:
         Raises:
           SandboxUnavailable: if the sandbox could not be made (not: if the code failed).
         """
+        async with self._room:
+            return await self._run(code, stdin)
+
+    async def _run(self, code: str, stdin: str) -> Run:
         with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, ignore_cleanup_errors=True) as scratch:
             directory = Path(scratch)
             (directory / "code.py").write_text(code, "utf-8", errors="replace")

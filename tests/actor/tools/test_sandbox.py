@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,7 @@ def walled() -> Sandbox:
     return _make("bubblewrap")
 
 
-def _leftovers() -> list[str]:
+def _present() -> set[str]:
     scratch = [path.name for path in Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*")]
     mine = [child for child in psutil.Process().children(recursive=True) if "sandbox" in " ".join(child.cmdline())]
     throwaway = [
@@ -46,7 +47,13 @@ def _leftovers() -> list[str]:
         and process.info["uids"].real >= FIRST_USER
         and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
-    return scratch + [str(process) for process in mine + throwaway]
+    return {*scratch, *(f"process {process.pid}" for process in mine + throwaway)}
+
+
+@pytest.fixture
+def leftovers() -> Callable[[], set[str]]:
+    before = _present()
+    return lambda: _present() - before
 
 
 def test_code_reads_its_input_and_its_output_and_exit_code_come_back(box: Sandbox) -> None:
@@ -72,13 +79,13 @@ def test_code_reads_its_input_and_its_output_and_exit_code_come_back(box: Sandbo
     ids=["loop", "fork_bomb", "memory", "output", "sleep", "file", "segfault", "suicide", "leave"],
 )
 def test_hostile_code_ends_and_leaves_nothing_behind(
-    box: Sandbox, code: str, endings: set[str], in_stderr: str
+    box: Sandbox, leftovers: Callable[[], set[str]], code: str, endings: set[str], in_stderr: str
 ) -> None:
     run = asyncio.run(box.run(code))
     assert run.ending in endings
     assert in_stderr in run.stderr
     assert run.succeeded == (code == LEAVE and run.ending == "exited")
-    assert _leftovers() == []
+    assert leftovers() == set()
 
 
 def test_output_before_a_timeout_is_kept_and_output_is_bounded(box: Sandbox) -> None:
@@ -130,7 +137,7 @@ def test_runs_do_not_share_files_or_limits(box: Sandbox) -> None:
     assert outputs[1].startswith("False")
 
 
-def test_a_cancelled_run_really_stops(box: Sandbox) -> None:
+def test_a_cancelled_run_really_stops(box: Sandbox, leftovers: Callable[[], set[str]]) -> None:
     async def cancel() -> None:
         task = asyncio.create_task(box.run("while True: pass"))
         await asyncio.sleep(0.3)
@@ -139,7 +146,7 @@ def test_a_cancelled_run_really_stops(box: Sandbox) -> None:
             await task
 
     asyncio.run(cancel())
-    assert _leftovers() == []
+    assert leftovers() == set()
 
 
 def test_the_probe_accepts_a_sandbox_that_holds_and_refuses_one_that_does_not(

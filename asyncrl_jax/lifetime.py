@@ -1,4 +1,4 @@
-"""A role's side of being a process: it ends with the launcher that started it, and closes cleanly when asked to."""
+"""A child's side of being a process: it ends with the process that started it, and closes cleanly when asked to."""
 
 from __future__ import annotations
 

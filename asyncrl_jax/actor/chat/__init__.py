@@ -1,0 +1,1 @@
+"""Conversations as tokens: tokenizers, chat formats, tool calls."""

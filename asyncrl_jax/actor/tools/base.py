@@ -1,0 +1,122 @@
+"""What a tool is to an episode. A call that fails or hangs costs a message, not the episode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from asyncrl_jax.actor.chat.messages import Message
+from asyncrl_jax.actor.chat.tool_calls import MalformedCall, ToolCall
+
+log = logging.getLogger(__name__)
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+}
+
+
+class ToolFailed(Exception):
+    """A call failed in a way that the policy may learn from; the message is for it to read."""
+
+
+class ToolBroken(RuntimeError):
+    """The tool itself does not work, whatever is asked of it: a fault of the infrastructure, not of the policy."""
+
+
+class Tool(Protocol):
+    """Something a policy may call."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]  # JSON schema of an object
+    limits_itself: bool  # a call ends by itself; it may wait long for others, so no limit is put on it
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """The answer, for the policy to read.
+
+        Raises:
+          ToolFailed: if the call was wrong.
+          ToolBroken: if the tool is.
+        """
+        ...
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """As the `tools` of chat interfaces and chat templates."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}
+
+
+async def answer_calls(
+    calls: Sequence[ToolCall | MalformedCall], tools: Mapping[str, Tool], *, timeout_s: float, max_characters: int
+) -> list[tuple[Message, bool]]:
+    """Makes the calls of one turn at the same time.
+
+    Args:
+      calls: of the turn, in order.
+      tools: by name.
+      timeout_s: for each call of a tool that does not limit itself; what is still running then is cancelled.
+      max_characters: of one answer; the middle of a longer one is left out.
+
+    Returns:
+      For each call, in order, its tool message, and whether it was well-formed and succeeded.
+
+    Raises:
+      ToolBroken: from a tool; the other calls are cancelled.
+    """
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_answer(call, tools, timeout_s)) for call in calls]
+    answers = [task.result() for task in tasks]
+    return [(Message("tool", _shortened(text, max_characters), name), ok) for name, text, ok in answers]
+
+
+async def _answer(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], timeout_s: float) -> tuple[str, str, bool]:
+    if isinstance(call, MalformedCall):
+        return "", f"error: {call.problem}", False
+    if call.name not in tools:
+        return call.name, f"error: no tool {call.name!r}; there are: {', '.join(sorted(tools))}", False
+    tool = tools[call.name]
+    problem = _problem(call.arguments, tool.parameters)
+    if problem:
+        return call.name, f"error: {problem}", False
+    try:
+        async with asyncio.timeout(None if tool.limits_itself else timeout_s) as limit:
+            return call.name, await tool.call(call.arguments), True
+    except ToolFailed as error:
+        return call.name, f"error: {error}", False
+    except TimeoutError as error:
+        if not limit.expired():
+            raise ToolBroken(f"tool {call.name}: {error!r}") from error
+        return call.name, f"error: no answer within {timeout_s:g} s", False
+
+
+def _problem(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments; names and plain types are checked, the tool checks the rest."""
+    properties: Mapping[str, Any] = parameters.get("properties", {})
+    for name in parameters.get("required", ()):
+        if name not in arguments:
+            return f"argument {name!r} is missing"
+    for name, value in arguments.items():
+        if name not in properties:
+            return f"no argument {name!r}; there are: {', '.join(sorted(properties))}"
+        kind = str(properties[name].get("type"))
+        wrong = kind in _TYPES and (
+            not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")
+        )
+        if wrong:
+            return f"argument {name!r} is a {kind}"
+    return ""
+
+
+def _shortened(text: str, max_characters: int) -> str:
+    if len(text) <= max_characters:
+        return text
+    half = max_characters // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

@@ -1,0 +1,98 @@
+"""Settings of what an episode meets: the environment, its reward, and tools."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from asyncrl_jax.config_leaf import require, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    name: str = setting(
+        "arithmetic",
+        "what makes and scores tasks: arithmetic, code, reasoning_gym:<data set>, function:<module>:<name>, "
+        "gymnasium:<id>, verifiers:<id> or openenv:<url>",
+    )
+    tokenizer: str = setting("byte", "of environments that speak text: byte, or a directory with an instruct model's")
+    level_weights: tuple[float, ...] = setting((1.0, 1.0, 1.0), "share of training tasks of each level, level 1 first")
+    demonstrated_levels: tuple[int, ...] = setting((1, 2), "levels that warm-start demonstrations show")
+    max_turns: int = setting(5, "times the policy may speak in one episode")
+    max_tokens: int = setting(64, "longest trajectory, prompt and tool results included, in tokens")
+    episode_timeout_s: float = setting(
+        600.0, "a policy gets no further turn in an episode that has taken longer than this, in seconds"
+    )
+    call_timeout_s: float = setting(30.0, "longest one call of an environment may take before its episode fails, in s")
+
+    score_processes: int = setting(1, "processes of an actor that score answers, where the environment uses them")
+    score_timeout_s: float = setting(10.0, "longest scoring of one answer there, waiting left out, in seconds")
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.level_weights) > 0 and min(self.level_weights) >= 0 and sum(self.level_weights) > 0,
+            "environment.level_weights",
+            self.level_weights,
+            "non-negative, and not all zero",
+        )
+        for level in self.demonstrated_levels:
+            require(
+                1 <= level <= len(self.level_weights),
+                "environment.demonstrated_levels",
+                self.demonstrated_levels,
+                f"levels are 1 to {len(self.level_weights)}",
+            )
+        require(self.max_turns >= 1, "environment.max_turns", self.max_turns, "at least 1")
+        require(self.max_tokens >= 2, "environment.max_tokens", self.max_tokens, "at least 2")
+        require(self.episode_timeout_s > 0, "environment.episode_timeout_s", self.episode_timeout_s, "more than 0")
+        require(self.score_processes >= 1, "environment.score_processes", self.score_processes, "at least 1")
+        require(self.score_timeout_s > 0, "environment.score_timeout_s", self.score_timeout_s, "more than 0")
+        require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Weights of the reward parts; each part is in [0, 1] per episode."""
+
+    final: float = setting(1.0, "weight of the right final answer")
+    step: float = setting(0.4, "weight of right intermediate steps")
+    format: float = setting(0.1, "weight of a well-formed episode")
+    tool: float = setting(0.1, "weight of well-formed tool calls")
+    shuffle: bool = setting(False, "control experiment: permute rewards within each batch; nothing should be learnt")
+
+    def __post_init__(self) -> None:
+        require(self.final >= 0.6, "reward.final", self.final, "at least 0.6, or the parts outweigh the answer")
+        for name in ("step", "format", "tool"):
+            require(getattr(self, name) >= 0, f"reward.{name}", getattr(self, name), "at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolsConfig:
+    """Tools that a policy may call in environments that speak text, and what they may take."""
+
+    names: tuple[str, ...] = setting((), "tools offered: calculator, python; empty for none")
+    mcp_servers: tuple[str, ...] = setting((), "URLs of MCP servers whose tools are offered too")
+    timeout_s: float = setting(10.0, "longest one call may take, in seconds")
+    max_malformed: int = setting(3, "malformed calls that are answered; the next one ends the episode")
+    max_result_characters: int = setting(4000, "longest answer of a call; the middle of a longer one is left out")
+    sandbox: str = setting(
+        "bubblewrap", "where model-written code runs: bubblewrap, or process, which shares the host's files and network"
+    )
+    sandbox_wall_s: float = setting(5.0, "longest run of one piece of code, in seconds")
+    sandbox_memory_bytes: int = setting(256 * 2**20, "address space of each process of it, in bytes")
+    sandbox_processes: int = setting(8, "processes of it at one time")
+
+    def __post_init__(self) -> None:
+        require(self.timeout_s > 0, "tools.timeout_s", self.timeout_s, "more than 0")
+        require(self.max_malformed >= 0, "tools.max_malformed", self.max_malformed, "at least 0")
+        require(
+            self.max_result_characters >= 2, "tools.max_result_characters", self.max_result_characters, "at least 2"
+        )
+        require(self.sandbox in ("bubblewrap", "process"), "tools.sandbox", self.sandbox, "use bubblewrap or process")
+        require(self.sandbox_wall_s > 0, "tools.sandbox_wall_s", self.sandbox_wall_s, "more than 0")
+        require(
+            self.sandbox_memory_bytes >= 64 * 2**20,
+            "tools.sandbox_memory_bytes",
+            self.sandbox_memory_bytes,
+            f"at least {64 * 2**20}, which Python itself needs",
+        )
+        require(self.sandbox_processes >= 1, "tools.sandbox_processes", self.sandbox_processes, "at least 1")

@@ -1,0 +1,169 @@
+"""Environments that come with the package, played for real: scorers in processes, programs in sandboxes."""
+
+import asyncio
+import dataclasses
+import random
+import shutil
+
+import pytest
+
+from asyncrl_jax.actor.chat.messages import Message
+from asyncrl_jax.actor.envs import code, reasoning
+from asyncrl_jax.actor.envs.code import CodeTasks, make_problem
+from asyncrl_jax.actor.envs.function import FunctionTasks
+from asyncrl_jax.actor.envs.reasoning import ReasoningTasks, extract_answer, make_entry, num_levels
+from asyncrl_jax.actor.envs.registry import make_environments
+from asyncrl_jax.actor.tools.sandbox import Limits, Sandbox
+from asyncrl_jax.actor.verifiers import VerifierPool
+from asyncrl_jax.config import Config, override
+from asyncrl_jax.types import Task
+
+
+def double(seed, level):
+    n = random.Random(seed).randrange(10**level)
+    return f"Twice {n}?", lambda answer: float(answer.strip() == str(2 * n))
+
+
+async def _play(factory, task, answer_of):
+    environment = factory()
+    messages = await environment.reset(task)
+    await environment.step(answer_of(messages))
+    score = await environment.score()
+    await environment.close()
+    return score
+
+
+def test_an_answer_stands_in_the_last_pair_of_tags():
+    assert extract_answer("<answer>1</answer> no, <answer> 2\n</answer>") == "2"
+    assert extract_answer("2") is None
+
+
+def test_a_reasoning_task_is_the_same_everywhere_and_scored_by_its_data_set():
+    task = Task("reasoning_gym:leg_counting", "train", 2, 5)
+    entry = make_entry("leg_counting", task)
+    assert entry == make_entry("leg_counting", task)
+    assert entry["question"] != make_entry("leg_counting", dataclasses.replace(task, split="heldout"))["question"]
+
+    async def scenario():
+        verifiers = VerifierPool()
+        tasks = ReasoningTasks("leg_counting", verifiers)
+        try:
+            return [
+                await _play(tasks, task, lambda _, a=answer: a)
+                for answer in (f"<answer>{entry['answer']}</answer>", "<answer>-1</answer>", entry["answer"])
+            ]
+        finally:
+            await verifiers.close()
+
+    right, wrong, without_tags = asyncio.run(scenario())
+    assert (right.final, right.success, right.well_formed) == (1.0, True, True)
+    assert wrong.final < 1.0
+    assert not wrong.success
+    assert not without_tags.well_formed
+
+
+def test_levels_follow_the_curriculum_of_the_data_set():
+    assert num_levels("chain_sum") == reasoning.MAX_LEVELS
+    lengths = [len(make_entry("chain_sum", Task("", "train", level, 0))["question"]) for level in (1, 5)]
+    assert lengths[0] < lengths[1]
+    assert num_levels("gsm_symbolic") == 1  # has no curriculum
+    with pytest.raises(ValueError, match="reasoning_gym:nothing: no such data set"):
+        num_levels("nothing")
+
+
+def test_a_plain_function_is_an_environment():
+    tasks = FunctionTasks(f"{__name__}:double", num_levels=2)
+    task = Task(tasks.name, "train", 2, 3)
+    answer = lambda messages: str(2 * int(messages[0].content.split()[1][:-1]))  # noqa: E731
+    assert asyncio.run(_play(tasks, task, answer)).success
+    assert not asyncio.run(_play(tasks, task, lambda _: "x")).success
+    with pytest.raises(ValueError, match=r"function:no\.where:f"):
+        FunctionTasks("no.where:f", 1)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_code_problems_are_the_same_everywhere_and_their_tests_are_right(level):
+    problems = [make_problem(Task("code", "train", level, index)) for index in range(20)]
+    assert problems == [make_problem(Task("code", "train", level, index)) for index in range(20)]
+    assert len({problem.question for problem in problems}) > 10
+    assert all(len(problem.tests) == code.NUM_TESTS for problem in problems)
+
+
+def test_a_program_gets_partial_credit():
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    tasks = CodeTasks(Sandbox(limits=Limits(wall_s=5.0)))
+    index = next(i for i in range(100) if "their sum" in make_problem(Task("code", "train", 1, i)).question)
+    task = Task("code", "train", 1, index)
+    first = make_problem(task).tests[0]
+    programs = {
+        "all": "a, b = map(int, input().split()); print(a + b)",
+        "one": f"print({first.stdout})",
+        "none": "print('x')",
+        "syntax": "print(",
+    }
+
+    async def scenario():
+        return {
+            name: await _play(tasks, task, lambda _, p=program: f"```python\n{p}\n```")
+            for name, program in programs.items()
+        } | {"nothing": await _play(tasks, task, lambda _: "no program")}
+
+    scores = asyncio.run(scenario())
+    assert (scores["all"].final, scores["all"].step, scores["all"].success) == (1.0, 1.0, True)
+    assert (scores["one"].final, scores["one"].well_formed) == (0.0, True)
+    assert 0.2 <= scores["one"].step < 1.0
+    assert (scores["none"].step, scores["none"].well_formed) == (0.0, True)
+    assert not scores["syntax"].well_formed
+    assert not scores["nothing"].well_formed
+
+
+def test_a_gymnasium_environment_of_text_is_played():
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Echo(gymnasium.Env):
+        observation_space = action_space = gymnasium.spaces.Text(100)
+
+        def reset(self, *, seed=None, options=None):
+            self.word = f"w{seed % 97}"
+            return f"say {self.word}", {}
+
+        def step(self, action):
+            return "done", float(action == self.word), True, False, {}
+
+    gymnasium.register("Echo-v0", Echo, disable_env_checker=True)
+    config = override(Config(), {"environment.name": "gymnasium:Echo-v0", "model.vocab_size": 258})
+    episode = make_environments(config)()
+
+    async def scenario(right):
+        tokens = await episode.reset(Task("gymnasium:Echo-v0", "train", 1, 0))
+        word = bytes(t for t in tokens if t < 256).decode().split("say ")[1].split("assistant")[0]
+        await episode.step(tuple(word.encode()) if right else (65,))
+        score = await episode.score()
+        await episode.close()
+        return score
+
+    assert asyncio.run(scenario(True)).success
+    assert not asyncio.run(scenario(False)).success
+    with pytest.raises(ValueError, match="is no Text space"):
+        make_environments(override(config, {"environment.name": "gymnasium:CartPole-v1"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"environment.name": "chess"}, "environment.name=chess: not known"),
+        ({"environment.name": "code", "tools.names": ("abacus",)}, "no tool 'abacus'"),
+        ({"environment.name": "code"}, "model.vocab_size=32: environment code has 258 tokens"),
+        ({"environment.name": "code", "environment.tokenizer": "/nowhere"}, "no tokenizer there"),
+        ({"environment.name": "reasoning_gym:gsm_symbolic", "model.vocab_size": 258}, "has 1 levels"),
+    ],
+)
+def test_what_an_actor_could_not_play_is_refused_at_the_start(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make_environments(override(Config(), changes))
+
+
+def test_messages_read_as_chat_templates_want_them():
+    assert Message("tool", "4", "calculator").as_dict() == {"role": "tool", "content": "4", "name": "calculator"}
+    assert Message("user", "?").as_dict() == {"role": "user", "content": "?"}
