@@ -93,12 +93,13 @@ def _environment(config: Config) -> Check:
 def _splits(config: Config) -> Check:
     """Looks for held-out tasks among the training tasks, in the first of each level."""
     from asyncrl_jax.actor.envs.overlap import check_splits
-    from asyncrl_jax.actor.envs.registry import ENVIRONMENTS
+    from asyncrl_jax.actor.envs.registry import make_environments
 
-    environment = ENVIRONMENTS.get(config.environment.name)
-    if environment is None:
-        return Check("task splits", "not looked at: the environment is unknown")
-    levels = range(1, min(len(config.environment.level_weights), environment.num_levels) + 1)
+    try:
+        environment = make_environments(config)
+    except ValueError:
+        return Check("task splits", "not looked at: the environment can't be made")
+    levels = range(1, len(config.environment.level_weights) + 1)
     found = check_splits(environment, levels, OVERLAP_TASKS_PER_LEVEL)
     counts = f"{found.num_train} training and {found.num_heldout} held-out prompts"
     if found.exact:

@@ -290,7 +290,7 @@ def test_env_01_a_broken_environment_costs_its_own_tickets_only(run, monkeypatch
                 raise RuntimeError("no such tool")
             return await super().reset(task)
 
-    monkeypatch.setitem(registry.ENVIRONMENTS, "arithmetic", Mixed)
+    monkeypatch.setattr(registry, "Arithmetic", Mixed)
     run.announce(0)
     run.learner_at(0)
     tickets = run.issue(6)
@@ -315,7 +315,7 @@ def test_ckpt_08_a_task_that_hangs_fails_its_ticket_for_good_and_the_others_go_o
                 await asyncio.sleep(3600)
             return await super().reset(task)
 
-    monkeypatch.setitem(registry.ENVIRONMENTS, "arithmetic", Wedged)
+    monkeypatch.setattr(registry, "Arithmetic", Wedged)
     run.config = override(run.config, {"environment.call_timeout_s": 0.2})
     run.announce(0)
     run.learner_at(0)

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from asyncrl_jax.actor.envs.base import Environment
+from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.types import Task
 
 NGRAM = 4  # tokens
@@ -59,7 +59,7 @@ def find_overlap(train: Sequence[Prompt], heldout: Sequence[Prompt], *, n: int =
     return Overlap(len(train_set), len(heldout_set), tuple(sorted(train_set & heldout_set)), tuple(found))
 
 
-def check_splits(environment: type[Environment], levels: Sequence[int], num_tasks_per_level: int) -> Overlap:
+def check_splits(environment: EnvironmentMaker, levels: Sequence[int], num_tasks_per_level: int) -> Overlap:
     """The overlap of the first tasks of every level, of train and held-out split, of all levels together."""
 
     async def prompt(split: str, level: int, index: int) -> Prompt:
