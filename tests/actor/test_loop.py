@@ -351,7 +351,7 @@ def test_a_model_too_small_for_the_environment_is_the_users_error(run):
     config = dataclasses.replace(run.config, model=dataclasses.replace(MODEL, vocab_size=20))
     with pytest.raises(ValueError, match="vocab_size=20"):
         run_actor(config, run.directory, run.password, "actor-0", run.stop)
-    with pytest.raises(ValueError, match="name=chess: not registered"):
+    with pytest.raises(ValueError, match="name=chess: not known"):
         run_actor(override(run.config, {"environment.name": "chess"}), run.directory, run.password, "a", run.stop)
     run.thread.start()
     run.stop.set()
