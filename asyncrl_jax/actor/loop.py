@@ -70,7 +70,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
     directory = config.weights.directory or str(run_dir / "weights")
     payloads = PayloadStore(config.redis.payload_directory or run_dir / "payloads")
     episodes = EpisodeConfig(config.environment, config.reward)
-    metrics = Metrics(run_dir, actor_id)
+    metrics = Metrics(run_dir, actor_id, config.observe)
 
     async def run() -> None:
         try:

@@ -56,7 +56,7 @@ class Learner:
         self.publisher = Publisher(self.weights_dir, config.weights, self.control)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.keep_checkpoints)
         self.settlement = Settlement(run_dir / "archive", self.reader, self.ledger, self.control)
-        self.metrics = Metrics(run_dir, "learner")
+        self.metrics = Metrics(run_dir, "learner", config.observe)
         self.trainer = Trainer(config)
         self.pool = Pool(config.learner.replay_ratio, config.pool)
         self.staleness = Staleness(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.local.environment import child_environment, redis_password
+from asyncrl_jax.observe.writers import PACKAGES
 
 MIN_FREE_BYTES = 512 * 2**20  # a quickstart run leaves well under this
 MEMORY_PER_PROCESS_BYTES = 700 * 2**20  # of the learner and of each actor
@@ -64,6 +65,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
         lambda: _environment(config),
         lambda: _splits(config),
         lambda: _devices(config),
+        lambda: _writers(config),
         lambda: _weights(config),
         lambda: _directory(run_dir, resume),
         lambda: _disk(run_dir),
@@ -109,6 +111,13 @@ def _splits(config: Config) -> Check:
         problem = f"{len(found.near)} of {counts} are nearly the same as a training prompt"
         return Check("task splits", counts, problem, warning=True)
     return Check("task splits", f"{counts}, {len(found.near)} nearly the same")
+
+
+def _writers(config: Config) -> Check:
+    missing = [name for name in config.observe.writers if importlib.util.find_spec(PACKAGES[name]) is None]
+    extras = ",".join(missing)
+    problem = f"--config.observe.writers={extras}: needs pip install 'asyncrl-jax[{extras}]'" if missing else ""
+    return Check("metric writers", ", ".join(config.observe.writers) or "none besides the files", problem)
 
 
 def _devices(config: Config) -> Check:

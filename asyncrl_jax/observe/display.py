@@ -132,6 +132,7 @@ def plain_line(config: Config, snapshot: Snapshot | None, elapsed_s: float) -> s
     parts.append(f"success {_success(config, snapshot)}")
     rate = sum(beat.get("tokens_per_s", 0) for beat in snapshot.actors.values())
     parts.append(f"sampled {rate:,.0f} tok/s by {len(snapshot.actors)}")
+    parts.append(f"effective {learner.get('effective_token_share', 0):.0%}")
     parts.append(f"learner busy {learner.get('busy', 0):.0%}")
     parts.append(_ledger(snapshot))
     return " | ".join(parts)

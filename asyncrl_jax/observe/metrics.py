@@ -1,4 +1,4 @@
-"""Time series of one role, written twice: TensorBoard to look at, JSON lines to compute with.
+"""Time series of one role: JSON lines to compute with, and trackers to look at.
 
 Imported by the roles, so it imports none of them.
 """
@@ -12,40 +12,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from asyncrl_jax.config_data import ObserveConfig
+from asyncrl_jax.observe.writers import open_writer
 
 
 class Metrics:
-    """Writer of `<run_dir>/metrics/<role>.jsonl` and of TensorBoard events in `<run_dir>/metrics/<role>/`.
+    """Writer of `<run_dir>/metrics/<role>.jsonl`, and of the same numbers to the trackers in `observe.writers`.
 
     A process that starts again appends. Rows of steps that were undone by a kill stay; readers take the last row of a
     step (see `read_rows`).
     """
 
-    def __init__(self, run_dir: Path, role: str):
+    def __init__(self, run_dir: Path, role: str, config: ObserveConfig | None = None):
+        """Raises: ValueError: if the package of a tracker is not installed."""
+        config = config or ObserveConfig()
         directory = run_dir / "metrics"
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{role}.jsonl"
         _end_torn_line(path)
+        self._writers = [open_writer(name, run_dir, role, config.project) for name in config.writers]
         self._rows = path.open("a", buffering=1)  # by line: what is written survives a kill of this process
-        self._events = SummaryWriter(str(directory / role))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes one row; `time` (unix seconds) and `step` are added to it.
 
-        Numbers go to TensorBoard under their key, mappings of numbers under `key/name`. Values that are not finite are
+        Numbers go to the trackers under their key, mappings of numbers under `key/name`. Values that are not finite are
         written as null, since JSON has no name for them.
         """
         now = time.time()
         row = {"time": now, "step": step, **{key: _plain(value) for key, value in values.items()}}
         self._rows.write(json.dumps(row, allow_nan=False) + "\n")
-        for key, value in _scalars(row):
-            self._events.add_scalar(key, value, step, walltime=now)
+        scalars = dict(_scalars(row))
+        for writer in self._writers:
+            writer.write(step, scalars, now)
 
     def close(self) -> None:
-        """Flushes both."""
+        """Flushes all."""
         self._rows.close()
-        self._events.close()
+        for writer in self._writers:
+            writer.close()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

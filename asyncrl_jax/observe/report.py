@@ -73,6 +73,7 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{lag['over_bound_tokens']} over",
         ),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
+        ("effective tokens", _effective(summary)),
         ("learner busy", "–" if summary["learner_busy"] is None else f"{summary['learner_busy']:.0%}"),
         ("tickets", _tickets(summary["ledger"])),
         ("episodes across versions", f"{summary['mixed_version_trajectories']:,}"),
@@ -80,6 +81,19 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary["restarts"]:
         rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in sorted(summary["restarts"].items()))))
     return rows
+
+
+def _effective(summary: Mapping[str, Any]) -> str:
+    """Trained tokens with an advantage ÷ generated tokens, and where the pool starved or ran over."""
+    share = summary["effective_token_share"]
+    if share is None:
+        return "–"
+    text = f"{share:.0%} of {summary['tokens_generated']:,} generated"
+    if summary["filtered_groups"]:
+        text += f"; {summary['filtered_groups']} groups without variance left out"
+    if summary["overfilled_groups"]:
+        text += f"; {summary['overfilled_groups']} groups too old before their turn"
+    return text
 
 
 def _tickets(ledger: Mapping[str, int]) -> str:

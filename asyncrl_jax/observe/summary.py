@@ -135,6 +135,11 @@ def summarise(data: RunData) -> dict[str, Any]:
         "learner_busy": _busy(rows),
         "tokens_trained": num_tokens,
         "tokens_per_s": _ratio(num_tokens, data.wall_s),
+        "tokens_generated": int(last.get("num_tokens_generated_total", 0)),
+        "effective_token_share": last.get("effective_token_share"),
+        "filtered_groups": int(last.get("filtered_groups", 0)),
+        "overfilled_groups": int(last.get("overfilled_groups", 0)),
+        "starved_s": round(sum(row.get("starved_s", 0.0) for row in rows), 1),
         "reward_last": last.get("reward"),
         "lag": {
             "bound": bound,
