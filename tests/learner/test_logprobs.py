@@ -1,8 +1,33 @@
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from update_setup import tiny_config
 
 from asyncrl_jax.learner.logprobs import token_logprobs
+from asyncrl_jax.models import graph_of, init_params, merge
+
+
+def test_mis_05_a_head_in_bf16_differs_by_a_known_gap_and_keeps_no_copy_of_its_weights():
+    """MIS-05. The same hidden states; weights that change, change the logits; and the masters stay float32."""
+    config = dataclasses.replace(tiny_config().model, tie_embeddings=True)
+    params, graph = init_params(config, 0), graph_of(config)
+    x_BTD = jax.random.normal(jax.random.key(0), (2, 6, config.hidden_dim))
+    targets = jax.random.randint(jax.random.key(1), (2, 6), 0, config.vocab_size)
+
+    def logprobs(params, dtype):
+        logits_BTV = merge(graph, params).head(x_BTD.astype(dtype))
+        assert logits_BTV.dtype == jnp.float32
+        return token_logprobs(logits_BTV, targets, jnp.ones((2, 6)))[0]
+
+    gap = jnp.max(jnp.abs(logprobs(params, jnp.bfloat16) - logprobs(params, jnp.float32)))
+    assert 1e-5 < gap < 0.05
+    changed = params | {"embedding": 1.5 * params["embedding"]}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert jnp.max(jnp.abs(logprobs(changed, dtype) - logprobs(params, dtype))) > 0.05
+    assert params["embedding"].dtype == jnp.float32
 
 
 def row(*values):

@@ -102,6 +102,34 @@ def test_an_update_takes_the_backlog_within_its_bounds_in_the_same_shape():
     assert shapes == {(4, 2, 32)}
 
 
+EOS, LOG_OF_A_HUNDREDTH = 15, -4.60517
+
+
+def answer(*parts):
+    """A trajectory of a prompt of two tokens and then (token, sampled, log-prob) each."""
+    tokens, sampled, logprobs = zip((1, 0, 0.0), (2, 0, 0.0), *parts, strict=True)
+    base = trajectory(np.random.default_rng(0), len(tokens))
+    return dataclasses.replace(
+        base,
+        tokens=np.array(tokens, np.int32),
+        loss_mask=np.array(sampled, np.uint8),
+        behaviour_logprobs=np.array(logprobs, np.float32),
+    )
+
+
+def test_tok_04_a_sampled_eos_is_trained_with_its_own_logprob_and_a_synthetic_one_is_not():
+    """TOK-04. Sampled at p = 0.01; appended by someone else; an answer that is only an EOS; and no answer at all."""
+    sampled = answer((3, 1, -1.0), (EOS, 1, LOG_OF_A_HUNDREDTH))
+    appended = answer((4, 1, -1.0), (EOS, 0, 0.0))
+    only = answer((EOS, 1, LOG_OF_A_HUNDREDTH))
+    silent = answer()
+    packed = pack([group(0, [sampled, appended, only, silent])])
+    of_eos = packed.loss_mask & (packed.targets == EOS)
+    np.testing.assert_array_equal(packed.behaviour_logprobs[of_eos], np.float32([LOG_OF_A_HUNDREDTH] * 2))
+    assert packed.num_tokens == 4
+    assert not packed.targets[packed.segment_ids == 0].any()  # what follows is padding, not EOS
+
+
 def test_loss_21_a_second_use_of_a_group_keeps_the_samplers_logprobs():
     """LOSS-21. What an update trains on is the trajectory as sampled, however often the optimizer has moved since."""
     groups = random_groups()
