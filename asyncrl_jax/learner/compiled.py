@@ -20,5 +20,9 @@ class CompiledStep:
 
         self._jitted = jax.jit(counted, **jit_options)
 
+    def lower(self, *args: Any) -> Any:
+        """As of `jax.jit`: for what the compiler says about memory."""
+        return self._jitted.lower(*args)
+
     def __call__(self, *args: Any) -> Any:
         return self._jitted(*args)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from asyncrl_jax.config import Config, LearnerConfig
 from asyncrl_jax.learner import kl
@@ -138,7 +138,7 @@ def apply_gradient(
     return next_state, {"grad_norm": grad_norm, "skipped": 1 - applied, "learning_rate": learning_rate}
 
 
-def state_shardings(config: Config, mesh: Mesh) -> TrainState:
+def state_shardings(config: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Sharding of every leaf: what is kept for a weight lies like the weight, everything else everywhere."""
     by_name = param_shardings(config.model, mesh)
     params = jax.eval_shape(lambda: init_params(config.model, 0))
@@ -149,8 +149,12 @@ def state_shardings(config: Config, mesh: Mesh) -> TrainState:
             return replicated(mesh)
         return _lying_like(leaf.shape, params[name].shape, by_name[name])
 
-    shapes = jax.eval_shape(lambda: _fresh_state(config, init_params(config.model, 0)))
-    return jax.tree_util.tree_map_with_path(of_leaf, shapes)
+    return jax.tree_util.tree_map_with_path(of_leaf, abstract_state(config))
+
+
+def abstract_state(config: Config) -> TrainState:
+    """Shape and dtype of every leaf, without making any."""
+    return jax.eval_shape(lambda: _fresh_state(config, init_params(config.model, 0)))
 
 
 def _lying_like(shape: tuple[int, ...], of_param: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:

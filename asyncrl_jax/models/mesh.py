@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from asyncrl_jax.config_model import MeshConfig
 
@@ -64,6 +64,6 @@ def batch_sharding(mesh: Mesh, leading_dims: int = 0) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(None,) * leading_dims, BATCH_AXES))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())

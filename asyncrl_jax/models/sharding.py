@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from asyncrl_jax.config_model import ModelConfig
 from asyncrl_jax.models.mesh import MESH_AXIS, partition
@@ -41,7 +41,7 @@ LEAF_DIMS: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh) -> dict[str, NamedSharding]:
+def param_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> dict[str, NamedSharding]:
     """Sharding of every weight.
 
     Raises:

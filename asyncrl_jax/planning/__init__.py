@@ -1,0 +1,1 @@
+"""What a model on a mesh needs and gives, before any machine is paid for."""
