@@ -65,6 +65,12 @@ class WeightsConfig:
     directory: str = setting("", "where versions are published: a path, gs:// or s3://; empty: <run_dir>/weights")
     publish_every_updates: int = setting(1, "optimizer updates between versions (P)")
     keep_versions: int = setting(8, "newest versions kept besides v0 and leased ones; more than the lag bound")
+    publish_dtype: str = setting(
+        "float32", "dtype of published weights, float32 or bfloat16; the learner's stay float32"
+    )
+    deltas: str = setting(
+        "auto", "publish what changed, when that is little: auto (to gs:// and s3://), always or never"
+    )
     poll_interval_s: float = setting(0.05, "seconds between an actor's looks for a newer version")
     lease_s: float = setting(60.0, "seconds a reader's lease protects a version from deletion, unless renewed")
     canary_tolerance: float = setting(1e-3, "largest log-prob difference between canary and engine, in nats, at fp32")
@@ -73,6 +79,9 @@ class WeightsConfig:
         require(
             self.publish_every_updates >= 1, "weights.publish_every_updates", self.publish_every_updates, "at least 1"
         )
+        dtypes, choices = ("float32", "bfloat16"), ("auto", "always", "never")
+        require(self.publish_dtype in dtypes, "weights.publish_dtype", self.publish_dtype, "use float32 or bfloat16")
+        require(self.deltas in choices, "weights.deltas", self.deltas, "use auto, always or never")
         require(self.keep_versions >= 2, "weights.keep_versions", self.keep_versions, "at least 2")
         require(self.canary_tolerance > 0, "weights.canary_tolerance", self.canary_tolerance, "more than 0")
         require(self.poll_interval_s > 0, "weights.poll_interval_s", self.poll_interval_s, "more than 0")

@@ -13,7 +13,7 @@ from asyncrl_jax.config import WeightsConfig
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.types import WeightVersion
 from asyncrl_jax.weights.manifest import Canary
-from asyncrl_jax.weights.publish import publish, retain
+from asyncrl_jax.weights.publish import VersionWriter, retain
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ class Publisher:
 
     def __init__(self, directory: str, config: WeightsConfig, control: Control):
         self._directory = directory
+        far = "://" in directory  # there bytes cost time; on a local disk a delta is no faster than the whole
+        self._writer = VersionWriter(directory, deltas=config.deltas == "always" or (config.deltas == "auto" and far))
         self._config = config
         self._control = control
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -67,9 +69,7 @@ class Publisher:
         update: int,
         canary: Canary,
     ) -> WeightVersion:
-        version = publish(
-            self._directory, params, number=number, parent=parent, line=line, update=update, canary=canary
-        )
+        version = self._writer.publish(params, number=number, parent=parent, line=line, update=update, canary=canary)
         version = dataclasses.replace(version, announced_at=time.time())
         self._control.announce(version)
         protected = self._control.leased() | {request.version for request in self._control.pending_evaluations()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from asyncrl_jax.config import Config
@@ -149,8 +150,10 @@ class Trainer:
             )
 
     def host_weights(self) -> dict[str, np.ndarray]:
-        """Copies of the weights by Hugging Face name, that no later step can touch."""
-        return to_tensors(self._config.model, jax.tree.map(np.array, self._state.params))
+        """Copies of the weights as they are published, by Hugging Face name, that no later step can touch."""
+        dtype = np.dtype(self._config.weights.publish_dtype)
+        tensors = to_tensors(self._config.model, jax.tree.map(np.array, self._state.params))
+        return {name: np.ascontiguousarray(tensor.astype(dtype, copy=False)) for name, tensor in tensors.items()}
 
     def weights_digest(self) -> str:
         """Digest of the weights as a manifest states it: equal weights, equal digest."""
@@ -158,8 +161,12 @@ class Trainer:
         return leaves_digest(tuple(Leaf.of(name, weights[name]) for name in sorted(weights)))
 
     def canary(self) -> Canary:
-        """Fixed rows with their log-probs under the current weights."""
-        return Canary(self._canary_tokens, canary_logprobs(self._config, self._state.params, self._canary_tokens))
+        """Fixed rows with their log-probs under the current weights, rounded as they are published."""
+        params = self._state.params
+        if self._config.weights.publish_dtype != "float32":
+            dtype = jnp.dtype(self._config.weights.publish_dtype)
+            params = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(leaf.dtype), params)
+        return Canary(self._canary_tokens, canary_logprobs(self._config, params, self._canary_tokens))
 
     @property
     def state(self) -> TrainState:

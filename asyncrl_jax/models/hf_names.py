@@ -264,5 +264,5 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, Array]) -> Params:
     for name, leaf in abstract_params(config).items():
         whole = tuple(slice(0, size) for size in leaf.shape)
         value = read_part(config, name, leaf.shape, whole, lambda hub, part: tensors[names[hub]][part], stacked=stacked)
-        params[name] = jnp.asarray(value, leaf.dtype)
+        params[name] = jnp.array(value, leaf.dtype)  # a copy: readers use the memory of `tensors` again
     return params

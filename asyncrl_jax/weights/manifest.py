@@ -19,7 +19,8 @@ import ml_dtypes  # noqa: F401  registers bfloat16 and the float8 types with Num
 import numpy as np
 import xxhash
 
-FORMAT = 1
+FORMAT = 1  # of a version that is whole
+DELTA_FORMAT = 2  # of one that is a delta
 MAX_MANIFEST_BYTES = 64 * 2**20
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")  # no separator: a name is one segment of a path in the store
@@ -97,6 +98,20 @@ class Canary:
             raise ValueError("canary logprobs are not all finite: these weights are broken")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delta:
+    """How a version follows from another, which is whole."""
+
+    base: int  # number of that version
+    base_digest: str  # of its manifest
+    size_bytes: int  # of the delta's file
+    digest: str  # of the delta's file
+
+    def __post_init__(self) -> None:
+        if self.base < 0 or self.size_bytes < 1 or not all(map(_DIGEST.fullmatch, (self.base_digest, self.digest))):
+            raise ValueError(f"{self} describes no delta")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Manifest:
     """A version as committed. Fields shared with `types.WeightVersion` mean the same here."""
@@ -108,6 +123,7 @@ class Manifest:
     leaves: tuple[Leaf, ...]  # sorted by name
     canary: Canary
     created_at: float  # unix seconds
+    delta: Delta | None = None  # None: the version is whole
 
     def __post_init__(self) -> None:
         if min(self.number, self.line, self.update, self.parent or 0) < 0:
@@ -116,7 +132,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The bytes of the manifest file."""
-        fields = {
+        fields: dict[str, Any] = {
             "format": FORMAT,
             "number": self.number,
             "parent": self.parent,
@@ -126,6 +142,8 @@ class Manifest:
             "canary": {"tokens": self.canary.tokens.tolist(), "logprobs": self.canary.logprobs.tolist()},
             "leaves": leaves_to_json(self.leaves),
         }
+        if self.delta is not None:
+            fields |= {"format": DELTA_FORMAT, "delta": dataclasses.asdict(self.delta)}
         return json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
 
     @classmethod
@@ -135,29 +153,38 @@ class Manifest:
         Raises:
           WeightsMismatch: with reason "malformed", for anything else.
         """
-        fields = parse_object(
-            data,
-            {
-                "format": (int,),
-                "number": (int,),
-                "parent": (int, type(None)),
-                "line": (int,),
-                "update": (int,),
-                "created_at": (float, int),
-                "canary": (dict,),
-                "leaves": (list,),
-            },
-        )
-        if fields.pop("format") != FORMAT:
-            raise WeightsMismatch("malformed", f"this reader knows manifest format {FORMAT} only")
+        fields = parse_object(data, _FIELDS, optional={"delta": (dict,)})
+        delta = fields.pop("delta", None)
+        known = FORMAT if delta is None else DELTA_FORMAT
+        if fields.pop("format") != known:
+            raise WeightsMismatch("malformed", f"this reader knows formats {FORMAT} and {DELTA_FORMAT}, with a delta")
         canary = _object(fields.pop("canary"), {"tokens": (list,), "logprobs": (list,)})
         leaves = leaves_from_json(fields.pop("leaves"))
         try:
             tokens = _array(canary["tokens"], np.int32, "i", 0, 2**31 - 1)
             logprobs = _array(canary["logprobs"], np.float32, "fi", -1e30, 1e30)
-            return cls(leaves=leaves, canary=Canary(tokens, logprobs), **fields)
+            made = None if delta is None else Delta(**_object(delta, _DELTA_FIELDS))
+            return cls(leaves=leaves, canary=Canary(tokens, logprobs), delta=made, **fields)
         except ValueError as error:
             raise WeightsMismatch("malformed", str(error)) from error
+
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "format": (int,),
+    "number": (int,),
+    "parent": (int, type(None)),
+    "line": (int,),
+    "update": (int,),
+    "created_at": (float, int),
+    "canary": (dict,),
+    "leaves": (list,),
+}
+_DELTA_FIELDS: dict[str, tuple[type, ...]] = {
+    "base": (int,),
+    "base_digest": (str,),
+    "size_bytes": (int,),
+    "digest": (str,),
+}
 
 
 def check_names(leaves: tuple[Leaf, ...]) -> None:
@@ -187,8 +214,10 @@ def leaves_from_json(values: list[Any]) -> tuple[Leaf, ...]:
     return tuple(leaves)
 
 
-def parse_object(data: bytes, kinds: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """A JSON object with exactly the fields of `kinds`, each of one of its types.
+def parse_object(
+    data: bytes, kinds: Mapping[str, tuple[type, ...]], optional: Mapping[str, tuple[type, ...]] | None = None
+) -> dict[str, Any]:
+    """A JSON object with the fields of `kinds`, perhaps those of `optional`, and no others, each of one of its types.
 
     Raises:
       WeightsMismatch: with reason "malformed", for anything else, repeated fields and NaN included.
@@ -208,7 +237,8 @@ def parse_object(data: bytes, kinds: Mapping[str, tuple[type, ...]]) -> dict[str
         value = json.loads(data, parse_constant=refuse_constant, object_pairs_hook=refuse_repeats)
     except (ValueError, RecursionError) as error:
         raise WeightsMismatch("malformed", f"not JSON: {error}") from error
-    return _object(value, kinds)
+    present = {name: types for name, types in (optional or {}).items() if type(value) is dict and name in value}
+    return _object(value, {**kinds, **present})
 
 
 def _object(value: Any, kinds: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:

@@ -28,6 +28,28 @@ def host_copy(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.array(leaf, order="C", copy=True), tree)
 
 
+def host_arrays(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """`tree` in host memory: NumPy arrays as they are, others copied."""
+    ready = {name: leaf for name, leaf in tree.items() if isinstance(leaf, np.ndarray) and leaf.flags.c_contiguous}
+    return ready | host_copy({name: leaf for name, leaf in tree.items() if name not in ready})
+
+
+def save_file(path: epath.Path, name: str, data: bytes, commit_name: str, commit_data: bytes) -> None:
+    """Writes one file to the directory `path`, then commits it. A leftover at `path` is replaced.
+
+    Raises:
+      RuntimeError: if it cannot be written. Nothing is left at `path`.
+    """
+    discard(path, commit_name)
+    try:
+        path.mkdir(parents=True)
+        (path / name).write_bytes(data)
+        commit.commit(path, commit_name, commit_data)
+    except OSError as error:
+        discard(path, commit_name)
+        raise RuntimeError(f"cannot write {path}: {error}") from error
+
+
 def save_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray], commit_name: str, commit_data: bytes) -> None:
     """Writes `arrays` to `path` as an Orbax checkpoint, then commits it. A leftover at `path` is replaced.
 

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from asyncrl_jax.weights.manifest import VersionGone, content_digest
-from asyncrl_jax.weights.publish import committed, publish, retain, sweep
+from asyncrl_jax.weights.publish import VersionWriter, committed, publish, retain, sweep
 from asyncrl_jax.weights.read import MANIFEST, describe, read, read_manifest
 from asyncrl_jax.weights.save import host_copy
 
@@ -96,27 +96,31 @@ def test_directories_with_odd_names_work(tmp_path, params, canary, monkeypatch):
     assert same(read(tmp_path / "run é%20 #1?", version)[1], params)
 
 
-def test_wgt_01_a_publisher_killed_anywhere_leaves_the_old_version_or_the_new(tmp_path):
+@pytest.mark.parametrize(("how", "least"), [("whole", 10), ("delta", 4)])
+def test_wgt_01_a_publisher_killed_anywhere_leaves_the_old_version_or_the_new(tmp_path, how, least):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", KILLED_PUBLISHER, tmp_path]
+    command = [sys.executable, "-W", "ignore", KILLED_PUBLISHER, tmp_path, how]
     subprocess.run(command, check=True, timeout=100, env=environment)
     script = runpy.run_path(str(KILLED_PUBLISHER))
+    old, new = (script["params"](number, near=how == "delta") for number in (0, 1))
     outcomes = {"old": 0, "new": 0}
     for directory in tmp_path.iterdir():
-        assert same(read(directory, describe(directory, 0))[1], script["params"](0))
+        assert same(read(directory, describe(directory, 0))[1], old)
         try:
-            new = describe(directory, 1)
+            version = describe(directory, 1)
             outcomes["new"] += 1
         except VersionGone:
             outcomes["old"] += 1
         else:
-            assert same(read(directory, new)[1], script["params"](1))
-        script["write"](directory, 1)  # the restarted publisher needs no help
-        assert same(read(directory, describe(directory, 1))[1], script["params"](1))
+            assert same(read(directory, version)[1], new)
+            assert (read_manifest(directory, 1).delta is not None) == (how == "delta")
+        writer = VersionWriter(directory, deltas=False)
+        script["write"](writer, 1, near=how == "delta")  # the restarted publisher needs no help
+        assert same(read(directory, describe(directory, 1))[1], new)
         sweep(directory)
         assert sorted(os.listdir(directory)) == ["v000000", "v000001"]
         assert not list(directory.rglob("*tmp*"))
-    assert outcomes["old"] >= 10  # killed at that many distinct moments before the commit
+    assert outcomes["old"] >= least  # killed at that many distinct moments before the commit
     assert outcomes["new"] >= 1
 
 

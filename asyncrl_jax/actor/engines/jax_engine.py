@@ -25,7 +25,7 @@ from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models import KVCache, Params, decode_step, from_tensors, graph_of, init_cache, merge, prefill
 from asyncrl_jax.types import WeightVersion
 from asyncrl_jax.weights.manifest import Manifest, WeightsMismatch, check_canary
-from asyncrl_jax.weights.read import read
+from asyncrl_jax.weights.read import WeightsReader
 
 _PREFILL_ROWS = 16  # more rows fall out of a CPU's cache: 4 × 16 rows take half the time of 64
 _PROOF_TEMPERATURE = 0.7  # not 1, so that a temperature applied twice or never shows
@@ -98,6 +98,7 @@ class JaxEngine:
         self._config = config
         self._programs = _programs(config)
         self._canary_tolerance = canary_tolerance
+        self._reader: WeightsReader | None = None
         self._params: Params | None = None
         self._cache: KVCache | None = None
         self._version: int | None = None
@@ -256,7 +257,9 @@ class JaxEngine:
         self._free.put_nowait(slot)
 
     async def load(self, directory: str, version: WeightVersion) -> None:
-        await self.adopt(*await asyncio.to_thread(read, directory, version))
+        if self._reader is None or self._reader.directory != directory:
+            self._reader = WeightsReader(directory)
+        await self.adopt(*await asyncio.to_thread(self._reader.read, version))
 
     async def adopt(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> None:
         """Proves and swaps in weights that were read.
