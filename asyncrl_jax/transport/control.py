@@ -186,7 +186,8 @@ class Control:
 
     def leased(self) -> set[int]:
         """Versions under at least one lease that has not run out."""
-        return {int(member.split()[0]) for member in self._leased(keys=[self._keys.leases])}
+        numbers = [member.partition(b" ")[0] for member in self._leased(keys=[self._keys.leases])]
+        return {int(number) for number in numbers if number.isdigit()}
 
     def beat(self, role: str, instance: str, payload: dict[str, Any], ttl_s: float) -> None:
         """States that an instance of a role is alive for the next `ttl_s`. Neither name holds a space."""
@@ -224,7 +225,11 @@ class Control:
         """Payloads of the updates after `after_update`, in order, each with its `update`."""
         members = self._redis.zrangebyscore(self._keys.redo, f"({after_update}", "+inf")
         records = [parse(member, "a redo entry") for member in members]
-        return [{**r["payload"], "update": r["update"]} for r in records if isinstance(r, dict) and "payload" in r]
+        return [
+            {**record["payload"], "update": record["update"]}
+            for record in records
+            if isinstance(record, dict) and "update" in record and isinstance(record.get("payload"), dict)
+        ]
 
     def trim_redo(self, upto_update: int) -> None:
         """Drops updates up to and including `upto_update`: a durable checkpoint holds them."""

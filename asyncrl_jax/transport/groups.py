@@ -296,7 +296,10 @@ class GroupReader:
         if self._payloads is None:
             return 0
         places = self._redis.hgetall(self._keys.group_entries)
-        queued = {f"{ticket.decode()}.{place.decode().split()[2]}" for ticket, place in places.items()}
+        queued = {
+            f"{ticket.decode(errors='replace')}.{place.decode(errors='replace').rpartition(' ')[2]}"
+            for ticket, place in places.items()
+        }
         return self._payloads.sweep(queued)
 
     def depth(self) -> int:
@@ -333,15 +336,23 @@ class GroupReader:
         accepted = []
         for entry, ticket_id, place, ticket, data in zip(raw, tickets, places, issued, payloads, strict=True):
             partition = self._streams[entry.stream]
-            if place is None or place.decode().split()[:2] != [str(partition), entry.entry_id]:
+            if place is None or place.split()[:2] != f"{partition} {entry.entry_id}".encode().split():
                 self._bury(entry.stream, entry.entry_id, "not_live", "the ledger has no queued group here", "")
-            elif entry.deliveries > self._config.max_deliveries:
+                continue
+            name = ticket_id.decode()
+            if entry.deliveries > self._config.max_deliveries:
                 detail = f"its reader died {entry.deliveries - 1} times"
-                self._bury(entry.stream, entry.entry_id, "poison", detail, ticket_id.decode())
-            else:
-                inline = entry.fields.get(b"payload", b"")  # where earlier releases wrote it
-                deliveries, of_ticket = entry.deliveries, decode_ticket(ticket)
-                accepted.append(Entry(partition, entry.entry_id, data or inline, deliveries, of_ticket, self._payloads))
+                self._bury(entry.stream, entry.entry_id, "poison", detail, name)
+                continue
+            try:
+                of_ticket = decode_ticket(ticket or b"")
+            except InvalidGroup as error:
+                self._bury(entry.stream, entry.entry_id, "bad_ledger", f"the ledger's ticket: {error}", name)
+                continue
+            inline = entry.fields.get(b"payload", b"")  # where earlier releases wrote it
+            accepted.append(
+                Entry(partition, entry.entry_id, data or inline, entry.deliveries, of_ticket, self._payloads)
+            )
         return accepted
 
     def _payload_key(self, fields: dict[bytes, bytes]) -> str:

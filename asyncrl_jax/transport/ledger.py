@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import redis
 
 from asyncrl_jax.transport import fencing, scripts
-from asyncrl_jax.transport.codec import decode_ticket, encode_ticket
+from asyncrl_jax.transport.codec import InvalidGroup, decode_ticket, encode_ticket
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.types import Outcome, Ticket
 
+_log = logging.getLogger(__name__)
 _CHUNK = 256  # tickets in one script call; a script blocks the server while it runs
 
 
@@ -174,13 +177,18 @@ class Ledger:
             tickets, tasks, groups = pipe.execute()
         live = {}
         for name, payload in tickets.items():
-            place = groups[name].decode().split() if name in groups else None
+            place = re.fullmatch(rb"(\d+) (\S+) \S+", groups.get(name, b""))
+            try:
+                ticket = decode_ticket(payload)
+            except InvalidGroup as error:  # written by nobody of this package: nothing can be done with it but say so
+                _log.warning("the ledger holds what is no ticket as %r: %s", name, error)
+                continue
             live[name.decode()] = LiveTicket(
-                ticket=decode_ticket(payload),
+                ticket=ticket,
                 state="queued" if place else "issued",
                 task_entry=tasks[name].decode() if name in tasks else None,
-                partition=int(place[0]) if place else None,
-                group_entry=place[1] if place else None,
+                partition=int(place[1]) if place else None,
+                group_entry=place[2].decode() if place else None,
             )
         return live
 

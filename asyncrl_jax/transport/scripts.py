@@ -328,8 +328,8 @@ return epoch
 # Returns 1 if `latest` is this version, 0 if not, or the JSON of another version of the same number.
 ANNOUNCE = """
 local existing = redis.call('HGET', KEYS[1], ARGV[1])
-if existing then
-  local v = cjson.decode(existing)
+local readable, v = pcall(cjson.decode, existing or '')
+if readable and type(v) == 'table' and v.manifest_digest and v.line and v.update then
   local parent = v.parent == cjson.null and 'None' or string.format('%.0f', v.parent)
   local identity = string.format('%s %.0f %.0f %s', v.manifest_digest, v.line, v.update, parent)
   if identity ~= ARGV[3] then return existing end

@@ -13,10 +13,11 @@ import pytest
 from asyncrl_jax.actor.engines.jax_engine import JaxEngine
 from asyncrl_jax.config import WeightsConfig
 from asyncrl_jax.learner.publisher import Publisher
+from asyncrl_jax.learner.trainer import Trainer
 from asyncrl_jax.models.hf_names import to_tensors
 from asyncrl_jax.types import EvaluationRequest
 from asyncrl_jax.weights.manifest import Canary, WeightsMismatch, content_digest
-from asyncrl_jax.weights.publish import committed
+from asyncrl_jax.weights.publish import committed, publish
 from asyncrl_jax.weights.read import WeightsReader, describe, read, read_manifest
 
 from .run_fixture import ScriptedRun, small_config
@@ -98,36 +99,27 @@ def test_wgt_12_masters_moments_versions_and_checkpoints_are_float32(published):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), after, before)
 
 
-def test_wgt_12_weights_published_as_bfloat16_are_the_rounded_masters_and_prove_themselves(
-    server, tmp_path, compile_once
-):
+def test_wgt_12_weights_published_as_bfloat16_are_the_rounded_masters_and_prove_themselves(server, tmp_path):
     """The canary is computed with the rounded weights, so an engine of float32 arithmetic confirms it as closely."""
-    config = small_config(tmp_path, server, num_updates=3)
-    published = dataclasses.replace(config.weights, publish_dtype="bfloat16", deltas="always")
-    with ScriptedRun(dataclasses.replace(config, weights=published), server) as run:
-        learner = run.make_learner()
-        run.drive(learner)
-        versions = run.control.versions()
-        masters = to_tensors(config.model, jax.device_get(learner.trainer.state.params))
-        digest = learner.trainer.weights_digest()
+    config = small_config(tmp_path, server)
+    published = dataclasses.replace(config.weights, publish_dtype="bfloat16")
+    trainer, other = (Trainer(dataclasses.replace(config, weights=published, seed=seed)) for seed in (0, 1))
+    masters = to_tensors(config.model, jax.device_get(trainer.state.params))
     assert {leaf.dtype for leaf in jax.tree.leaves(masters)} == {np.dtype(np.float32)}
-    reader = WeightsReader(learner.weights_dir)
-    read_back = {
-        number: (manifest, {name: array.copy() for name, array in tensors.items()})
-        for number, (manifest, tensors) in ((n, reader.read(version)) for n, version in versions.items())
-    }
-    manifest, tensors = read_back[3]
-    assert content_digest(manifest) == digest  # what a resumed learner compares
+    version = publish(
+        tmp_path, trainer.host_weights(), number=0, parent=None, line=0, update=0, canary=trainer.canary()
+    )
+    manifest, tensors = read(tmp_path, version)
+    assert content_digest(manifest) == trainer.weights_digest()  # what a resumed learner compares
     for name, master in masters.items():
         assert tensors[name].tobytes() == np.asarray(master).astype("bfloat16").tobytes()
     assert any(np.any(tensors[name].astype(np.float32) != master) for name, master in masters.items())
 
     async def load_all():
         engine = JaxEngine(config.model, num_slots=2, max_tokens=12, canary_tolerance=config.weights.canary_tolerance)
-        for manifest, tensors in read_back.values():
-            await engine.adopt(manifest, tensors)
+        await engine.adopt(manifest, tensors)
         with pytest.raises(WeightsMismatch, match="canary"):
-            await engine.adopt(read_back[3][0], read_back[0][1])
+            await engine.adopt(manifest, other.host_weights())
 
     asyncio.run(load_all())
 
