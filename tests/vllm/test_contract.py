@@ -4,7 +4,7 @@ import pytest
 from engine_contract import EngineContract, EngineHost
 from vllm_setup import make_engine
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # a start alone may take a minute on a busy machine
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from asyncrl_jax.actor.engines.base import Engine
 from asyncrl_jax.config import Config
 
@@ -13,22 +15,26 @@ def make_engine(config: Config) -> Engine:
       ValueError: if the engine cannot serve the model.
     """
     slots, max_tokens, swap_at = config.actor.slots, config.environment.max_tokens, config.actor.swap_at
-    tolerance = config.weights.canary_tolerance
     if config.actor.engine == "jax":
         from asyncrl_jax.actor.engines.jax_engine import JaxEngine
 
         return JaxEngine(
-            config.model, num_slots=slots, max_tokens=max_tokens, canary_tolerance=tolerance, swap_at=swap_at
+            config.model, num_slots=slots, max_tokens=max_tokens, canary_tolerance=config.weights.canary_tolerance, swap_at=swap_at
         )
     from asyncrl_jax.actor.engines.vllm_engine import VllmEngine
+    from asyncrl_jax.actor.engines.vllm_proof import Tolerance
     from asyncrl_jax.actor.engines.vllm_process import VllmProcess
 
+    worst = config.weights.canary_tolerance
+    tolerance = Tolerance(worst, worst)
+    if config.vllm.dtype == "bfloat16":
+        tolerance = Tolerance(config.vllm.canary_tolerance_bf16, math.inf)
     backend = VllmProcess(config.model, config.vllm, num_slots=slots, max_tokens=max_tokens)
     return VllmEngine(
         backend,
         num_slots=slots,
         max_tokens=max_tokens,
-        canary_tolerance=tolerance,
+        tolerance=tolerance,
         swap_at=swap_at,
         routed_experts=config.vllm.routed_experts,
     )

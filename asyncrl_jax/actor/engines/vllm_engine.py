@@ -23,7 +23,7 @@ import numpy as np
 from asyncrl_jax.actor.engines.base import Completion, EngineCounters
 from asyncrl_jax.actor.engines.gate import SwapGate
 from asyncrl_jax.actor.engines.vllm_backend import Backend, Sampled, SamplingRequest
-from asyncrl_jax.actor.engines.vllm_proof import prove
+from asyncrl_jax.actor.engines.vllm_proof import Tolerance, prove
 from asyncrl_jax.actor.engines.vllm_worker import ROUTED_PREFIX, error_of
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import WeightVersion
@@ -49,7 +49,7 @@ class VllmEngine:
         *,
         num_slots: int,
         max_tokens: int,
-        canary_tolerance: float,
+        tolerance: Tolerance,
         swap_at: str = "token",
         routed_experts: bool = False,
     ) -> None:
@@ -57,7 +57,7 @@ class VllmEngine:
         self._backend = backend
         self._num_slots = num_slots
         self.max_tokens = max_tokens
-        self._canary_tolerance = canary_tolerance
+        self._tolerance = tolerance
         self._routed_experts = routed_experts
         self._gate = SwapGate(swap_at)
         self._slots = asyncio.Semaphore(num_slots)
@@ -225,7 +225,7 @@ class VllmEngine:
             await prove(
                 self._backend,
                 manifest,
-                tolerance=self._canary_tolerance,
+                tolerance=self._tolerance,
                 max_tokens=self.max_tokens,
                 attempt=next(self._ids),
             )
