@@ -55,9 +55,7 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         require(self.dtype in ("float32", "bfloat16"), "vllm.dtype", self.dtype, "use float32 or bfloat16")
-        require(
-            self.canary_tolerance_bf16 > 0, "vllm.canary_tolerance_bf16", self.canary_tolerance_bf16, "more than 0"
-        )
+        require(self.canary_tolerance_bf16 > 0, "vllm.canary_tolerance_bf16", self.canary_tolerance_bf16, "more than 0")
         require(self.kv_cache_gib >= 1, "vllm.kv_cache_gib", self.kv_cache_gib, "at least 1")
         require(0 < self.gpu_memory_share <= 1, "vllm.gpu_memory_share", self.gpu_memory_share, "in (0, 1]")
         require(self.block_size >= 1, "vllm.block_size", self.block_size, "at least 1")

@@ -9,8 +9,8 @@ from asyncrl_jax.config import Config, override
 PRESETS: dict[str, dict[str, Any]] = {
     # The defaults: a small MoE that learns arithmetic with a calculator in minutes on two CPU cores.
     "quickstart": {},
-    # The same task with a real vLLM in the actor. Its kernels for the CPU want heads of 32; one host leaves the other core
-    # to the learner.
+    # The same task with a real vLLM in the actor. Its kernels for the CPU want heads of 32; one host leaves the other
+    # core to the learner.
     "vllm": {
         "actor.engine": "vllm",
         "actor.num_hosts": 1,

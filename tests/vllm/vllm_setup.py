@@ -17,7 +17,9 @@ TOLERANCES = {"float32": Tolerance(1e-3, 1e-3), "bfloat16": Tolerance(VllmConfig
 
 
 def make_engine(model=MODEL, dtype="float32", swap_at="token", **config):
-    backend = VllmProcess(model, VllmConfig(routed_experts=True, dtype=dtype, **config), num_slots=NUM_SLOTS, max_tokens=MAX_TOKENS)
+    backend = VllmProcess(
+        model, VllmConfig(routed_experts=True, dtype=dtype, **config), num_slots=NUM_SLOTS, max_tokens=MAX_TOKENS
+    )
     return VllmEngine(
         backend,
         num_slots=NUM_SLOTS,

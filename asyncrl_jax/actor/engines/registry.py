@@ -19,11 +19,15 @@ def make_engine(config: Config) -> Engine:
         from asyncrl_jax.actor.engines.jax_engine import JaxEngine
 
         return JaxEngine(
-            config.model, num_slots=slots, max_tokens=max_tokens, canary_tolerance=config.weights.canary_tolerance, swap_at=swap_at
+            config.model,
+            num_slots=slots,
+            max_tokens=max_tokens,
+            canary_tolerance=config.weights.canary_tolerance,
+            swap_at=swap_at,
         )
     from asyncrl_jax.actor.engines.vllm_engine import VllmEngine
-    from asyncrl_jax.actor.engines.vllm_proof import Tolerance
     from asyncrl_jax.actor.engines.vllm_process import VllmProcess
+    from asyncrl_jax.actor.engines.vllm_proof import Tolerance
 
     worst = config.weights.canary_tolerance
     tolerance = Tolerance(worst, worst)

@@ -81,7 +81,9 @@ async def prove(backend: Backend, manifest: Manifest, *, tolerance: Tolerance, m
     tolerance.check("continuation", f"{where}: sampling reports log-probs that differ from prefill's", misreported)
 
 
-async def _continue(backend: Backend, manifest: Manifest, name: str, prompt: tuple[int, ...], length: int) -> np.ndarray:
+async def _continue(
+    backend: Backend, manifest: Manifest, name: str, prompt: tuple[int, ...], length: int
+) -> np.ndarray:
     """Samples on from a row, has a prefill of the result confirm the log-probs, and returns how far each is off."""
     request = SamplingRequest(
         request_id=f"{name}-continuation",
