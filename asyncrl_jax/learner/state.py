@@ -15,7 +15,7 @@ from asyncrl_jax.learner.optimizer import make_optimizer, moving_average, select
 from asyncrl_jax.learner.values import init_critic
 from asyncrl_jax.models.mesh import make_mesh, replicated
 from asyncrl_jax.models.sharding import param_shardings
-from asyncrl_jax.models.transformer import Params, init_params
+from asyncrl_jax.models.transformer import Params, abstract_params, init_params
 
 Metrics = dict[str, jax.Array]
 
@@ -141,7 +141,7 @@ def apply_gradient(
 def state_shardings(config: Config, mesh: Mesh | AbstractMesh) -> TrainState:
     """Sharding of every leaf: what is kept for a weight lies like the weight, everything else everywhere."""
     by_name = param_shardings(config.model, mesh)
-    params = jax.eval_shape(lambda: init_params(config.model, 0))
+    params = abstract_params(config.model)
 
     def of_leaf(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = getattr(path[-1], "key", "")
@@ -154,7 +154,7 @@ def state_shardings(config: Config, mesh: Mesh | AbstractMesh) -> TrainState:
 
 def abstract_state(config: Config) -> TrainState:
     """Shape and dtype of every leaf, without making any."""
-    return jax.eval_shape(lambda: _fresh_state(config, init_params(config.model, 0)))
+    return jax.eval_shape(lambda params: _fresh_state(config, params), abstract_params(config.model))
 
 
 def _lying_like(shape: tuple[int, ...], of_param: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:

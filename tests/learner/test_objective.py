@@ -108,6 +108,18 @@ def test_loss_01_no_objective_depends_on_packing_row_order_padding_or_microbatch
         np.testing.assert_allclose(other, value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize(("aggregation", "loss"), [("token_mean", 2.0), ("sequence_mean", 3.5), ("constant", 0.625)])
+def test_loss_01_the_aggregation_that_the_config_names_is_the_one_in_the_loss(aggregation, loss):
+    """LOSS-01. Four tokens of loss 1 in one sequence, one of loss 6 in another; constant length 8."""
+    settings = ObjectiveConfig(loss="reinforce", correction="none", aggregation=aggregation)
+    target, segments = jnp.array([[-1.0, -1.0, -1.0, -1.0, -6.0, 5.0]]), jnp.array([[1, 1, 1, 1, 2, 0]])
+    ones, mask = jnp.ones((1, 6)), segments > 0
+    tokens = Tokens(target, ones, target, ones, mask, segments, jnp.zeros((1, 6), jnp.int32))
+    counts = Counts(jnp.sum(mask, dtype=jnp.float32), count_sequences(mask, segments), 8.0)
+    found, (sums, _) = step_loss(LearnerConfig(objective=settings), tokens, counts, 0.0)
+    np.testing.assert_allclose([found, sums.policy_loss], loss, rtol=1e-6)
+
+
 def one_token(**settings):
     """Log-probs behaviour −1.2, proximal −1.0, target −0.9, advantage 1; nothing else in the loss."""
     config = LearnerConfig(objective=ObjectiveConfig(**settings))
