@@ -184,7 +184,9 @@ def test_tok_06_the_reward_of_a_critic_lies_on_the_last_trained_token_and_nowher
     """TOK-06. An answer of length 0 puts it on no other trajectory's token."""
     rng = np.random.default_rng(0)
     silent = dataclasses.replace(trajectory(rng, 6, sampled=0.0), reward=7.0)
-    spoken = dataclasses.replace(trajectory(rng, 8, sampled=1.0), reward=0.5)
+    spoken = trajectory(rng, 8, sampled=1.0)
+    closed_by_a_tool = np.append(spoken.loss_mask[:-1], 0).astype(np.uint8)
+    spoken = dataclasses.replace(spoken, reward=0.5, loss_mask=closed_by_a_tool)
     groups = [group(0, [silent, spoken])]
     found = credit(groups, estimator="gae")
     packed = pack_update(groups, found.advantages, zero_lags(groups), tiny_config(), found.loss_masks, found.rewards)
@@ -192,4 +194,4 @@ def test_tok_06_the_reward_of_a_critic_lies_on_the_last_trained_token_and_nowher
     assert len(at) == 1
     where = tuple(at[0])
     assert packed.rewards[where] == 0.5
-    assert packed.positions[where] == 6  # position t predicts token t + 1
+    assert packed.positions[where] == 5  # position t predicts token t + 1, and the last of 8 is a tool's
