@@ -12,7 +12,7 @@ class EnvironmentConfig:
     name: str = setting(
         "arithmetic",
         "what makes and scores tasks: arithmetic, code, reasoning_gym:<data set>, function:<module>:<name>, "
-        "gymnasium:<id>, verifiers:<id> or openenv:<url>",
+        "agent:<module>:<name> or gymnasium:<id>",
     )
     tokenizer: str = setting("byte", "of environments that speak text: byte, or a directory with an instruct model's")
     level_weights: tuple[float, ...] = setting((1.0, 1.0, 1.0), "share of training tasks of each level, level 1 first")
@@ -24,6 +24,8 @@ class EnvironmentConfig:
     )
     call_timeout_s: float = setting(30.0, "longest one call of an environment may take before its episode fails, in s")
 
+    endpoint_host: str = setting("127.0.0.1", "where agent:<module>:<name> finds the policy; other hosts need another")
+    endpoint_port: int = setting(0, "its port; 0 picks a free one")
     score_processes: int = setting(1, "processes of an actor that score answers, where the environment uses them")
     score_timeout_s: float = setting(10.0, "longest scoring of one answer there, waiting left out, in seconds")
 
@@ -44,6 +46,9 @@ class EnvironmentConfig:
         require(self.max_turns >= 1, "environment.max_turns", self.max_turns, "at least 1")
         require(self.max_tokens >= 2, "environment.max_tokens", self.max_tokens, "at least 2")
         require(self.episode_timeout_s > 0, "environment.episode_timeout_s", self.episode_timeout_s, "more than 0")
+        require(
+            0 <= self.endpoint_port < 65536, "environment.endpoint_port", self.endpoint_port, "a port is 0 to 65535"
+        )
         require(self.score_processes >= 1, "environment.score_processes", self.score_processes, "at least 1")
         require(self.score_timeout_s > 0, "environment.score_timeout_s", self.score_timeout_s, "more than 0")
         require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")

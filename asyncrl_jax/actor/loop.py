@@ -29,7 +29,7 @@ from asyncrl_jax.actor.evaluator import Evaluator
 from asyncrl_jax.actor.pulse import Pulse
 from asyncrl_jax.actor.refresh import Loader, Refresher
 from asyncrl_jax.actor.sampler import Sampler
-from asyncrl_jax.actor.verifiers import VerifierPool
+from asyncrl_jax.actor.services import Services
 from asyncrl_jax.config import Config
 from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.transport.codec import Limits
@@ -63,8 +63,8 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
       RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
       WeightsRefused: if version after version fails its proof.
     """
-    verifiers = VerifierPool(config.environment.score_processes, config.environment.score_timeout_s)
-    environments = make_environments(config, verifiers)
+    services = Services(config.environment)
+    environments = make_environments(config, services)
     redis, keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
     control = Control(redis, keys)
     directory = config.weights.directory or str(run_dir / "weights")
@@ -76,7 +76,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
         try:
             await play()
         finally:
-            await verifiers.close()
+            await services.close()
 
     async def play() -> None:
         engine, evaluation_engine = make_engine(config), make_engine(config)

@@ -7,24 +7,24 @@ from asyncrl_jax.actor.envs.arithmetic import Arithmetic
 from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.actor.envs.chat import ChatEnvironments
 from asyncrl_jax.actor.envs.text import TextEnvironmentFactory
+from asyncrl_jax.actor.services import Services
 from asyncrl_jax.actor.tools.builtin import make_sandbox, make_tools
 from asyncrl_jax.actor.tools.sandbox import SandboxUnavailable
-from asyncrl_jax.actor.verifiers import VerifierPool
 from asyncrl_jax.config import Config
 
 
-def make_environments(config: Config, verifiers: VerifierPool | None = None) -> EnvironmentMaker:
+def make_environments(config: Config, services: Services | None = None) -> EnvironmentMaker:
     """The environment of a run: called, it gives one for one episode.
 
     Args:
       config: of the run.
-      verifiers: processes that score answers; None where nothing is scored.
+      services: what episodes share; None where none is played.
 
     Raises:
       ValueError: for a name, tokenizer or tool that is not known, a sandbox that can't be had, tokens that the model
         does not know, or levels that do not exist; it names the setting.
     """
-    environments = _make(config, verifiers or VerifierPool())
+    environments = _make(config, services or Services(config.environment))
     if config.model.vocab_size < environments.vocab_size:
         raise ValueError(
             f"--config.model.vocab_size={config.model.vocab_size}: environment {config.environment.name} has "
@@ -38,19 +38,24 @@ def make_environments(config: Config, verifiers: VerifierPool | None = None) -> 
     return environments
 
 
-def _make(config: Config, verifiers: VerifierPool) -> EnvironmentMaker:
+def _make(config: Config, services: Services) -> EnvironmentMaker:
     kind, _, rest = config.environment.name.partition(":")
     if kind == Arithmetic.name and not rest:
         return Arithmetic
+    if kind == "agent":
+        from asyncrl_jax.actor.envs.agent import AgentEnvironments
+
+        levels, chat = len(config.environment.level_weights), chat_format(config.environment.tokenizer)
+        return AgentEnvironments(rest, levels, chat, services.endpoint)
     try:
-        factory = _text_factory(kind, rest, config, verifiers)
+        factory = _text_factory(kind, rest, config, services)
         tools = make_tools(config.tools.names, config.tools)
     except SandboxUnavailable as error:
         raise ValueError(f"--config.tools.sandbox={config.tools.sandbox}: {error}") from error
     return ChatEnvironments(factory, chat_format(config.environment.tokenizer), tools, config.tools)
 
 
-def _text_factory(kind: str, rest: str, config: Config, verifiers: VerifierPool) -> TextEnvironmentFactory:
+def _text_factory(kind: str, rest: str, config: Config, services: Services) -> TextEnvironmentFactory:
     # Imported when asked for: each brings a package of its own.
     num_levels = len(config.environment.level_weights)
     if kind == "code" and not rest:
@@ -60,7 +65,7 @@ def _text_factory(kind: str, rest: str, config: Config, verifiers: VerifierPool)
     if kind == "reasoning_gym":
         from asyncrl_jax.actor.envs.reasoning import ReasoningTasks
 
-        return ReasoningTasks(rest, verifiers)
+        return ReasoningTasks(rest, services.verifiers)
     if kind == "function":
         from asyncrl_jax.actor.envs.function import FunctionTasks
 
@@ -71,5 +76,5 @@ def _text_factory(kind: str, rest: str, config: Config, verifiers: VerifierPool)
         return GymnasiumTasks(rest, num_levels)
     raise ValueError(
         f"--config.environment.name={config.environment.name}: not known; use arithmetic, code, "
-        "reasoning_gym:<data set>, function:<module>:<name> or gymnasium:<id>"
+        "reasoning_gym:<data set>, function:<module>:<name>, agent:<module>:<name> or gymnasium:<id>"
     )

@@ -1,0 +1,98 @@
+"""Routes of the recording endpoint. See `endpoint`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from asyncrl_jax.actor.chat.endpoint import (
+    MAX_BODY_BYTES,
+    Endpoint,
+    RefusedRequest,
+    as_stream,
+    chat_body,
+    completion_body,
+)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: FastAPI) -> uvicorn.Server:
+    """A server that runs inside another program's event loop."""
+    return _Server(uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False))
+
+
+def make_app(endpoint: Endpoint) -> FastAPI:
+    """The application that serves an endpoint's conversations."""
+    app = FastAPI(title="asyncrl recording endpoint", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(RefusedRequest)
+    async def refused(_request: Request, error: RefusedRequest) -> JSONResponse:
+        kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+        return JSONResponse({"error": {"message": str(error), "type": kind}}, error.status)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        endpoint.find(request.headers.get("authorization", ""))
+        return {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "asyncrl"}]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        conversation = endpoint.find(request.headers.get("authorization", ""))
+        body = await _read(request)
+        messages, tools = body.get("messages"), body.get("tools") or []
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise RefusedRequest(400, "messages is a list of objects")
+        if not isinstance(tools, list):
+            raise RefusedRequest(400, "tools is a list")
+        return _respond(chat_body(await conversation.chat(messages, tools), offered=bool(tools)), body)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        conversation = endpoint.find(request.headers.get("authorization", ""))
+        body = await _read(request)
+        if not isinstance(body.get("prompt"), str):
+            raise RefusedRequest(400, "prompt is one string")
+        return _respond(completion_body(await conversation.complete(body["prompt"])), body)
+
+    return app
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    """The body, checked.
+
+    Raises:
+      RefusedRequest: if it is too large, no JSON object, or asks for several answers.
+    """
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise RefusedRequest(413, f"more than {MAX_BODY_BYTES} bytes")
+    try:
+        body = json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(400, f"not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RefusedRequest(400, "the body is an object")
+    if body.get("n") not in (None, 1):
+        raise RefusedRequest(400, f"n={body['n']}: one answer a request; groups are made by the run")
+    return body
+
+
+def _respond(body: dict[str, Any], asked: dict[str, Any]) -> Response:
+    if asked.get("stream"):
+        return StreamingResponse(as_stream(body), media_type="text/event-stream")
+    return JSONResponse(body)

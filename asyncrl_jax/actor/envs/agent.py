@@ -1,0 +1,166 @@
+"""An agent program as an environment: it drives, through the recording endpoint, and its tokens are trained on.
+
+    async def solve(seed: int, level: int, split: str, base_url: str, api_key: str) -> float:
+        '''Plays one episode against the endpoint and returns its reward in [0, 1]; 1 is a success.'''
+
+    --config.environment.name=agent:my_agent:solve
+
+A plain function runs in a thread, so a blocking client will do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import logging
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import xxhash
+
+from asyncrl_jax.actor.chat.endpoint import Answer, Conversation, Endpoint, Request
+from asyncrl_jax.actor.chat.formats import ChatFormat
+from asyncrl_jax.actor.envs.base import Observation, Score
+from asyncrl_jax.seeds import derive_seed
+from asyncrl_jax.types import Task
+
+log = logging.getLogger(__name__)
+
+
+class AgentEnvironments:
+    """Makes the episodes of one agent program."""
+
+    limits_own_score = False
+
+    def __init__(self, address: str, num_levels: int, chat_format: ChatFormat, endpoint: Endpoint) -> None:
+        """Args: address: `module:function`; num_levels: that the config asks for; endpoint: is started when first used.
+
+        Raises:
+          ValueError: if there is no such function.
+        """
+        module, _, attribute = address.partition(":")
+        try:
+            program: Any = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"--config.environment.name=agent:{address}: {error}") from error
+        self.name = f"agent:{address}"
+        self.num_levels = num_levels
+        self.program: Callable[..., Any] = program
+        self.format = chat_format
+        self.vocab_size = chat_format.tokenizer.vocab_size
+        self.stop_tokens = chat_format.stop_tokens
+        source = xxhash.xxh3_64_hexdigest(inspect.getsource(program).encode())
+        self.identity = f"{self.name}-{source}/{chat_format.tokenizer.identity}"
+        self.endpoint = endpoint
+
+    def __call__(self) -> AgentEpisode:
+        return AgentEpisode(self)
+
+
+class AgentEpisode:
+    """One run of the agent. Reward parts: `final` is what the agent returns, `format` is 1 if it ended by itself."""
+
+    limits_own_score = False
+
+    def __init__(self, source: AgentEnvironments) -> None:
+        self.vocab_size = source.vocab_size
+        self.stop_tokens = source.stop_tokens
+        self._source = source
+        self._exits = contextlib.ExitStack()
+        self._conversation: Conversation | None = None
+        self._agent: asyncio.Task[Any] | None = None
+        self._num_tokens = 0
+
+    async def reset(self, task: Task) -> tuple[int, ...]:
+        source = self._source
+        if task.environment != source.name:
+            raise ValueError(f"a task of environment {task.environment!r}, not {source.name!r}")
+        await source.endpoint.start()
+        self._conversation = self._exits.enter_context(source.endpoint.conversation())
+        seed = derive_seed(0, source.name, task.split, task.level, task.index) % 2**31
+        arguments = {
+            "seed": seed,
+            "level": task.level,
+            "split": task.split,
+            "base_url": source.endpoint.base_url,
+            "api_key": self._conversation.key,
+        }
+        self._agent = asyncio.create_task(_run(source.program, arguments), name=f"agent of {task}")
+        request = await self._next_request()
+        if request is None:
+            raise RuntimeError("the agent ended without asking the policy anything")
+        return self._grown(self._tokens(request))
+
+    async def step(self, tokens: Sequence[int]) -> Observation:
+        assert self._conversation is not None
+        ended = bool(tokens) and tokens[-1] in self.stop_tokens
+        text = self._source.format.tokenizer.decode(tokens[:-1] if ended else tokens)
+        before = self._num_tokens
+        self._num_tokens += len(tokens)
+        self._conversation.answer(Answer(text, "stop" if ended else "length", before, len(tokens)))
+        request = await self._next_request()
+        if request is None:
+            return Observation((), done=True)
+        return Observation(self._grown(self._tokens(request)), done=False)
+
+    async def score(self) -> Score:
+        ended = self._agent is not None and self._agent.done()
+        final = self._agent.result() if ended and self._agent is not None else 0.0
+        if isinstance(final, bool) or not isinstance(final, (int, float)) or not math.isfinite(final):
+            raise TypeError(f"the agent returned {final!r}, which is no reward")
+        return Score({"final": float(final), "step": 0.0, "format": float(ended), "tool": 0.0}, success=final == 1.0)
+
+    async def close(self) -> None:
+        self._exits.close()
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.cancel()
+            await asyncio.gather(agent, return_exceptions=True)
+
+    def demonstrate(self, rng: random.Random) -> list[tuple[int, ...]]:  # noqa: ARG002
+        raise ValueError(
+            f"--config.environment.name={self._source.name}: an agent has no scripted policy; start from a pretrained "
+            "model, with --config.warm_start.num_steps=0"
+        )
+
+    async def _next_request(self) -> Request | None:
+        """What the agent asks next; None when it has ended.
+
+        Raises:
+          Exception: whatever ended the agent.
+        """
+        assert self._conversation is not None
+        assert self._agent is not None
+        asking = asyncio.create_task(self._conversation.next_request())
+        try:
+            await asyncio.wait({asking, self._agent}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            self._agent.result()
+            return None
+        finally:
+            asking.cancel()
+
+    def _tokens(self, request: Request) -> tuple[int, ...]:
+        chat = self._source.format
+        if request.text:
+            return chat.tokenizer.encode(request.text)
+        if request.first:
+            return chat.prompt(request.messages, [dict(tool) for tool in request.tools])
+        return chat.reply(request.messages)
+
+    def _grown(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        self._num_tokens += len(tokens)
+        return tokens
+
+
+async def _run(program: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    if inspect.iscoroutinefunction(program):
+        result = await program(**arguments)
+    else:
+        result = await asyncio.to_thread(program, **arguments)
+    return result

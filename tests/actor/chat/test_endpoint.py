@@ -1,0 +1,233 @@
+"""Agents written against the official client, served by a policy that says given turns."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from asyncrl_jax.actor.chat.endpoint import Endpoint
+from asyncrl_jax.actor.chat.formats import ByteFormat
+from asyncrl_jax.actor.chat.tokenizer import ByteTokenizer
+from asyncrl_jax.actor.envs.agent import AgentEnvironments
+from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
+from asyncrl_jax.config import EnvironmentConfig, RewardConfig
+from asyncrl_jax.types import FinishReason, Task
+from tests.actor.scripted import ScriptedPolicy
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+END = ByteTokenizer.TURN_END
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+async def chat_agent(seed, level, split, base_url, api_key):
+    """Asks twice; the second question carries what was answered to the first."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": f"level {level}"}]
+        first = await client.chat.completions.create(model="policy", messages=messages)
+        messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "sure?"}]
+        second = await client.chat.completions.create(model="policy", messages=messages, temperature=0.0)
+        assert second.usage.completion_tokens == 4
+        return float(second.choices[0].message.content == "yes")
+
+
+def blocking_agent(seed, level, split, base_url, api_key):
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "?"}], stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        return float(text == "yes")
+
+
+async def tool_agent(seed, level, split, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": "add"}]
+        asked = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        (call,) = asked.choices[0].message.tool_calls
+        assert asked.choices[0].finish_reason == "tool_calls"
+        result = str(json.loads(call.function.arguments)["a"] + 1)
+        messages += [asked.choices[0].message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": result}]
+        done = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        return float(done.choices[0].message.content == "2")
+
+
+async def completion_agent(seed, level, split, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        prompt = "1+1="
+        answer = await client.completions.create(model="policy", prompt=prompt)
+        prompt += answer.choices[0].text + ";2+2="
+        answer = await client.completions.create(model="policy", prompt=prompt)
+        return float(answer.choices[0].text == "4")
+
+
+async def rewriting_agent(seed, level, split, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "b"}])
+        return 1.0
+
+
+async def silent_agent(seed, level, split, base_url, api_key):
+    return 1.0
+
+
+async def broken_agent(seed, level, split, base_url, api_key):
+    raise KeyError("lost")
+
+
+async def lying_agent(seed, level, split, base_url, api_key):
+    await chat_agent(seed, level, split, base_url, api_key)
+    return float("nan")
+
+
+async def tireless_agent(seed, level, split, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": "?"}]
+        while True:
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+
+
+def _play(agent, *turns, max_turns=5, max_tokens=2000):
+    async def main():
+        endpoint = Endpoint("127.0.0.1", 0)
+        source = AgentEnvironments(f"{__name__}:{agent.__name__}", 3, ByteFormat(), endpoint)
+        policy = ScriptedPolicy(*[(*turn.encode(), END) for turn in turns])
+        environment = EnvironmentConfig(max_turns=max_turns, max_tokens=max_tokens, call_timeout_s=20.0)
+        config = EpisodeConfig(environment, RewardConfig())
+        try:
+            task = Task(source.name, "train", 2, 0)
+            return await run_episode(policy, source(), task, seed=0, temperature=1.0, config=config), policy
+        finally:
+            await endpoint.close()
+            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            assert [task.get_name() for task in left if "agent" in task.get_name()] == []
+
+    return asyncio.run(main())
+
+
+def test_an_agent_is_trained_on_exactly_the_tokens_it_caused():
+    trajectory, policy = _play(chat_agent, "maybe", "yes")
+    heard = [ByteTokenizer().decode(tokens) for tokens in policy.heard]
+    assert "user\nlevel 2" in heard[0]
+    assert "user\nsure?" in heard[1]
+    assert "level" not in heard[1]  # what was said is not said again
+    sampled = trajectory.tokens[trajectory.loss_mask == 1].tolist()
+    assert sampled == [*b"maybe", END, *b"yes", END]
+    assert np.all(trajectory.behaviour_logprobs[trajectory.loss_mask == 1] == -np.array(sampled))
+    assert trajectory.success
+    assert trajectory.finish_reason == FinishReason.ANSWERED
+    assert trajectory.reward_parts.tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_a_blocking_client_and_a_stream_will_do():
+    trajectory, _ = _play(blocking_agent, "yes")
+    assert trajectory.success
+
+
+def test_tools_are_offered_called_and_answered_as_the_client_knows_it():
+    trajectory, policy = _play(tool_agent, CALL, "2")
+    assert trajectory.success
+    assert "add" in ByteTokenizer().decode(policy.heard[0])
+    assert "tool\n2" in ByteTokenizer().decode(policy.heard[1])
+
+
+def test_text_completions_grow_too():
+    trajectory, policy = _play(completion_agent, "2", "4")
+    assert trajectory.success
+    assert policy.heard[1] == tuple(b";2+2=")
+
+
+@pytest.mark.parametrize(
+    ("agent", "complaint"),
+    [
+        (rewriting_agent, "do not begin with what was said"),
+        (silent_agent, "without asking the policy"),
+        (broken_agent, "lost"),
+        (lying_agent, "no reward"),
+    ],
+)
+def test_env_01_an_agent_that_fails_or_lies_costs_its_episode(agent, complaint):
+    with pytest.raises(EpisodeFailed, match=complaint):
+        _play(agent, "yes", "yes", "yes")
+
+
+def test_an_agent_that_never_ends_is_ended_by_the_budget_of_turns_or_tokens():
+    trajectory, policy = _play(tireless_agent, *["go on"] * 9, max_turns=3)
+    assert trajectory.finish_reason == FinishReason.MAX_TURNS
+    assert policy.num_open == 0
+    trajectory, _ = _play(tireless_agent, *["go on"] * 9, max_tokens=60, max_turns=9)
+    assert trajectory.finish_reason == FinishReason.LENGTH
+
+
+def test_nobody_without_the_key_of_a_running_episode_is_served():
+    async def main():
+        endpoint = Endpoint("127.0.0.1", 0)
+        await endpoint.start()
+        with endpoint.conversation() as conversation:
+            key = conversation.key
+        body = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
+        async with httpx.AsyncClient(base_url=endpoint.base_url) as client:
+            statuses = []
+            for headers in ({}, {"authorization": "Bearer x"}, {"authorization": f"Bearer {key}"}):
+                statuses.append((await client.post("/chat/completions", json=body, headers=headers)).status_code)
+                statuses.append((await client.get("/models", headers=headers)).status_code)
+        await endpoint.close()
+        return statuses
+
+    assert asyncio.run(main()) == [401] * 6
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("chat/completions", b"{", 400),
+        ("chat/completions", b"[1]", 400),
+        ("chat/completions", b'{"messages": "hi"}', 400),
+        ("chat/completions", b'{"messages": [{"role": "king", "content": "x"}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": 7}]}', 400),
+        ("chat/completions", b'{"messages": [], "n": 4}', 400),
+        ("chat/completions", b'{"messages": []}', 409),
+        ("chat/completions", b'{"messages": [{"role": "assistant", "content": "x"}]}', 409),
+        ("completions", b'{"prompt": ["a", "b"]}', 400),
+        ("completions", b'{"prompt": ""}', 409),
+        ("completions", b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}', 413),
+        ("chat/completions", b"[" * 200_000, 400),
+    ],
+)
+def test_hostile_requests_are_refused_with_a_reason(path, body, status):
+    async def main():
+        endpoint = Endpoint("127.0.0.1", 0)
+        await endpoint.start()
+        with endpoint.conversation() as conversation:
+            headers = {"authorization": f"Bearer {conversation.key}"}
+            async with httpx.AsyncClient(base_url=endpoint.base_url) as client:
+                answer = await client.post(f"/{path}", content=body, headers=headers)
+        await endpoint.close()
+        return answer
+
+    answer = asyncio.run(main())
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def test_a_port_in_use_is_an_error_and_not_a_hang():
+    async def main():
+        first = Endpoint("127.0.0.1", 0)
+        await first.start()
+        second = Endpoint("127.0.0.1", int(first.base_url.split(":")[2].split("/")[0]))
+        try:
+            with pytest.raises(RuntimeError, match="can't listen"):
+                await second.start()
+        finally:
+            await first.close()
+
+    asyncio.run(main())
