@@ -11,7 +11,7 @@ from asyncrl_jax.config_leaf import require, setting
 class EnvironmentConfig:
     name: str = setting(
         "arithmetic",
-        "what makes and scores tasks: arithmetic, code, reasoning_gym:<data set>, function:<module>:<name>, "
+        "what makes and scores tasks: arithmetic, code, math:<file>, reasoning_gym:<data set>, function:<module>:<name>, "
         "agent:<module>:<name> or gymnasium:<id>",
     )
     tokenizer: str = setting("byte", "of environments that speak text: byte, or a directory with an instruct model's")

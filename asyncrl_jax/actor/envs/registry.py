@@ -70,11 +70,15 @@ def _text_factory(kind: str, rest: str, config: Config, services: Services) -> T
         from asyncrl_jax.actor.envs.function import FunctionTasks
 
         return FunctionTasks(rest, num_levels)
+    if kind == "math":
+        from asyncrl_jax.actor.envs.questions import QuestionTasks
+
+        return QuestionTasks(rest, services.verifiers)
     if kind == "gymnasium":
         from asyncrl_jax.actor.envs.gym import GymnasiumTasks
 
         return GymnasiumTasks(rest, num_levels)
     raise ValueError(
-        f"--config.environment.name={config.environment.name}: not known; use arithmetic, code, "
+        f"--config.environment.name={config.environment.name}: not known; use arithmetic, code, math:<file>, "
         "reasoning_gym:<data set>, function:<module>:<name>, agent:<module>:<name> or gymnasium:<id>"
     )

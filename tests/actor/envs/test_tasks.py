@@ -11,6 +11,7 @@ from asyncrl_jax.actor.chat.messages import Message
 from asyncrl_jax.actor.envs import code, reasoning
 from asyncrl_jax.actor.envs.code import CodeTasks, make_problem
 from asyncrl_jax.actor.envs.function import FunctionTasks
+from asyncrl_jax.actor.envs.questions import QuestionTasks
 from asyncrl_jax.actor.envs.reasoning import ReasoningTasks, extract_answer, make_entry, num_levels
 from asyncrl_jax.actor.envs.registry import make_environments
 from asyncrl_jax.actor.tools.sandbox import Limits, Sandbox
@@ -162,6 +163,40 @@ def test_a_gymnasium_environment_of_text_is_played():
 def test_what_an_actor_could_not_play_is_refused_at_the_start(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_environments(override(Config(), changes))
+
+
+def test_questions_of_a_file_are_split_by_their_text_and_scored_by_their_value(tmp_path):
+    pytest.importorskip("math_verify")
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(f'{{"question": "half of {n}?", "answer": "{n}/2"}}\n' for n in range(60)))
+
+    async def scenario():
+        verifiers = VerifierPool(timeout_s=30.0)
+        tasks = QuestionTasks(str(path), verifiers)
+        try:
+            play = lambda answer: _play(tasks, Task(tasks.name, "train", 1, 3), answer)  # noqa: E731
+            half = lambda messages: f"\\boxed{{{int(messages[1].content.split()[2][:-1]) / 2}}}"  # noqa: E731
+            return tasks.questions, await play(half), await play(lambda _: "\\boxed{-1}"), await play(lambda _: "?")
+        finally:
+            await verifiers.close()
+
+    questions, right, wrong, unboxed = asyncio.run(scenario())
+    assert right.success
+    assert not wrong.success
+    assert not unboxed.well_formed
+    assert not set(questions["train", 1]) & set(questions["heldout", 1])
+    assert len(questions["train", 1]) + len(questions["heldout", 1]) == 60
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [('{"question": "?"}', "line 1: needs"), ("[]", "line 1: needs"), ("x", "line 1: needs"), ("", "no questions")]
+    + [('{"question": "?", "answer": 1}', "no question in split heldout")],
+)
+def test_a_file_of_questions_that_is_wrong_is_refused_with_its_line(tmp_path, text, complaint):
+    (tmp_path / "questions.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        QuestionTasks(str(tmp_path / "questions.jsonl"), VerifierPool())
 
 
 def test_messages_read_as_chat_templates_want_them():
