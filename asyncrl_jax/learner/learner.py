@@ -55,7 +55,7 @@ class Learner:
         self.run_dir = run_dir
         self.publisher = Publisher(self.weights_dir, config.weights, self.control)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.keep_checkpoints)
-        self.settlement = Settlement(run_dir / "archive", self.reader, self.ledger, self.control)
+        self.settlement = Settlement(run_dir / "archive", self.reader, self.ledger, self.control, config.archive)
         self.metrics = Metrics(run_dir, "learner", config.observe)
         self.trainer = Trainer(config)
         self.pool = Pool(config.learner.replay_ratio, config.pool)
@@ -285,6 +285,7 @@ class Learner:
         batches = [batch for batch in self.batches if batch.update < update]
         self.batches = self.batches[len(batches) :]
         self.settlement.settle(line=self.line, update=update, groups=finished, batches=batches)
+        self.settlement.retain(update=update, oldest_checkpoint=min(self.checkpoints.steps()))
 
     def archive_held(self) -> None:
         """Puts beside the archive what was trained on and keeps uses that no update will make: a replay needs it."""

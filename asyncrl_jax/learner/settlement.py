@@ -12,14 +12,18 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from asyncrl_jax.config_data import ArchiveConfig
 from asyncrl_jax.transport.archive import (
     ArchivedGroup,
+    RetiredGroup,
     TrainedBatch,
     read_groups,
     read_ledger_events,
+    read_retired,
     write_batches,
     write_groups,
     write_ledger_events,
+    write_retired,
 )
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.groups import GroupReader
@@ -43,8 +47,9 @@ class TrainedGroup:
 class Settlement:
     """Turns a durable checkpoint into archived, acknowledged and settled tickets."""
 
-    def __init__(self, archive: Path, reader: GroupReader, ledger: Ledger, control: Control):
+    def __init__(self, archive: Path, reader: GroupReader, ledger: Ledger, control: Control, config: ArchiveConfig):
         self._archive = archive
+        self._config = config
         self._reader = reader
         self._ledger = ledger
         self._control = control
@@ -69,6 +74,34 @@ class Settlement:
         self._reader.sweep_payloads()
         self._control.trim_redo(update)
         self._archive_events()
+
+    def retain(self, *, update: int, oldest_checkpoint: int) -> list[str]:
+        """Drops the oldest groups that the policy lets go. What is left of each is its ticket and its updates.
+
+        A group settled by a later checkpoint than the oldest one kept is never dropped: going back to that checkpoint
+        would train on it again.
+
+        Args:
+          update: updates done.
+          oldest_checkpoint: of those kept.
+
+        Returns:
+          Names of the files dropped.
+        """
+        files = sorted(self._archive.glob("groups-*.avro"), key=_settled_at)
+        sizes = {path: path.stat().st_size for path in files}
+        total, dropped = sum(sizes.values()), []
+        for path in files:
+            too_old = self._config.keep_updates and _settled_at(path) <= update - self._config.keep_updates
+            too_much = self._config.keep_bytes and total > self._config.keep_bytes
+            if _settled_at(path) > oldest_checkpoint or not (too_old or too_much):
+                continue
+            rows = [RetiredGroup(r.group.ticket.ticket_id, r.line, r.updates) for r in read_groups(path)]
+            write_retired(path.with_name(path.name.replace("groups-", "retired-", 1)), rows)
+            path.unlink()
+            total -= sizes[path]
+            dropped.append(path.name)
+        return dropped
 
     def hold(self, *, line: int, update: int, groups: list[TrainedGroup]) -> None:
         """Writes down trained groups whose tickets stay live, in a file that the ledger does not count."""
@@ -98,6 +131,8 @@ class Settlement:
                 (issued if event.outcome is None else ended).add(event.ticket_id)
         for path in self._archive.glob("groups-*.avro"):  # their outcomes may have been lost on the way to a file
             ended.update(row.group.ticket.ticket_id for row in read_groups(path))
+        for path in self._archive.glob("retired-*.avro"):
+            ended.update(row.ticket_id for row in read_retired(path))
         lost = sorted(issued - ended)
         if lost:
             path = self._archive / f"ledger-lost-{epoch:04d}.avro"
@@ -116,6 +151,11 @@ class Settlement:
         while events := self._ledger.events(count=EVENTS_PER_READ):
             write_ledger_events(self._archive / f"ledger-{events[0].event_id}.avro", events)
             self._ledger.discard_events([event.event_id for event in events])
+
+
+def _settled_at(path: Path) -> int:
+    """Update count of the checkpoint that a file of groups is named for."""
+    return int(path.stem.rsplit("-", 1)[1])
 
 
 def _archived(trained: TrainedGroup, line: int) -> ArchivedGroup:

@@ -27,7 +27,7 @@ import redis as redis_client
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.config_file import read_config
-from asyncrl_jax.transport.archive import ArchivedGroup, read_groups, read_ledger_events
+from asyncrl_jax.transport.archive import ArchivedGroup, RetiredGroup, read_groups, read_ledger_events, read_retired
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger, LedgerCounts, LedgerEvent, recompute
@@ -67,6 +67,13 @@ class Evidence:
     seen: frozenset[str]  # tickets that had been issued before `live` was read
     versions: Mapping[int, WeightVersion]
     lines: Mapping[int, Line]
+    retired: tuple[RetiredGroup, ...] = ()  # archived groups whose tokens were dropped
+
+    @property
+    def trained(self) -> list[RetiredGroup]:
+        """Ticket, line and updates of every group that the archive has or had."""
+        kept = [RetiredGroup(row.group.ticket.ticket_id, row.line, row.updates) for row in self.groups]
+        return [*kept, *self.retired]
 
 
 def audit(run_dir: Path, client: redis_client.Redis | None = None) -> AuditReport:
@@ -103,7 +110,10 @@ def collect(run_dir: Path, config: Config, client: redis_client.Redis | None) ->
         versions, lines = control.versions(), control.lines()
     events = _events(archive, ledger)
     groups = [group for path in sorted(archive.glob("groups-*.avro")) for group in read_groups(path)]
-    return Evidence(events, groups, checkpoint, live, seen, versions, lines)
+    retired = {row for path in sorted(archive.glob("retired-*.avro")) for row in read_retired(path)}
+    archived = {group.group.ticket.ticket_id for group in groups}  # a kill may leave a file beside what is left of it
+    dropped = tuple(row for row in retired if row.ticket_id not in archived)
+    return Evidence(events, groups, checkpoint, live, seen, versions, lines, dropped)
 
 
 def _events(archive: Path, ledger: Ledger | None) -> list[LedgerEvent]:
@@ -208,15 +218,13 @@ def _ledger_problems(counts: LedgerCounts, evidence: Evidence) -> list[str]:
 
 def _archive_problems(config: Config, evidence: Evidence) -> list[str]:
     problems = []
-    names = collections.Counter(row.group.ticket.ticket_id for row in evidence.groups)
+    names = collections.Counter(row.ticket_id for row in evidence.trained)
     if twice := [name for name, count in names.items() if count > 1]:
         problems.append(f"archived more than once: {_names(twice)}")
     most = config.learner.replay_ratio
-    for row in evidence.groups:
+    for row in evidence.trained:
         if not 1 <= len(row.updates) <= most or len(set(row.updates)) != len(row.updates):
-            problems.append(
-                f"ticket {row.group.ticket.ticket_id} was used by updates {list(row.updates)}, allowed {most}"
-            )
+            problems.append(f"ticket {row.ticket_id} was used by updates {list(row.updates)}, allowed {most}")
     issued = {event.ticket_id for event in evidence.events if event.outcome is None}
     if unknown := names.keys() - issued:
         problems.append(f"archived but never issued: {_names(unknown)}")
@@ -238,8 +246,8 @@ def _update_problems(config: Config, evidence: Evidence) -> list[str]:
         n: Line(n, parent, fork) for n, parent, fork in evidence.checkpoint.get("lines", [])
     }
     surviving = int(evidence.checkpoint["line"])
-    for row in evidence.groups:
-        uses[row.group.ticket.ticket_id].update(u for u in row.updates if on_line(row.line, u, surviving, lines))
+    for row in evidence.trained:
+        uses[row.ticket_id].update(u for u in row.updates if on_line(row.line, u, surviving, lines))
     for name, updates in evidence.checkpoint["uses"].items():
         uses[name].update(updates)
     problems = []
