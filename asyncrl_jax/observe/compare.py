@@ -19,7 +19,7 @@ from asyncrl_jax.observe.metrics import read_rows
 from asyncrl_jax.observe.record import read_record
 from asyncrl_jax.observe.summary import EVALUATIONS_FILE, wilson_interval
 
-_COLOURS = ("#0063b2", "#d1660f")
+_STYLES = ({"color": "#0063b2", "linestyle": "-"}, {"color": "#d1660f", "linestyle": "--"})  # one may lie on the other
 _SMOOTH = 10  # updates in a moving average
 _WHERE_THE_RUN_WAS = ("run_dir", "redis.url", "redis.password_file", "redis.namespace", "redis.port")
 
@@ -104,10 +104,10 @@ def draw(first: LeftRun, second: LeftRun) -> Figure:
     """Success on held-out tasks, reward in training, mean lag and effective tokens, over updates; no window opens."""
     figure = Figure(figsize=(11, 7.4), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
-    for run, colour, marker in zip((first, second), _COLOURS, ("o", "s"), strict=True):
-        _success(axes[0, 0], run, colour, marker)
+    for run, style, marker in zip((first, second), _STYLES, ("o", "s"), strict=True):
+        _success(axes[0, 0], run, style, marker)
         for axis, name in ((axes[0, 1], "reward"), (axes[1, 0], "lag_mean"), (axes[1, 1], "effective_token_share")):
-            _curve(axis, run, name, colour)
+            _curve(axis, run, name, style)
     titles = (
         "Success on held-out tasks (bars: 95 %)",
         f"Reward of trained groups, mean of {_SMOOTH} updates",
@@ -128,7 +128,7 @@ def draw(first: LeftRun, second: LeftRun) -> Figure:
     return figure
 
 
-def _success(axis: Axes, run: LeftRun, colour: str, marker: str) -> None:
+def _success(axis: Axes, run: LeftRun, style: dict[str, Any], marker: str) -> None:
     counted = [
         (e["update"], sum(e["num_successes"].values()), sum(e["num_tasks"].values()))
         for e in sorted(run.evaluations, key=lambda e: e["update"])
@@ -139,17 +139,15 @@ def _success(axis: Axes, run: LeftRun, colour: str, marker: str) -> None:
     below = [share - low for share, (low, _) in zip(shares, intervals, strict=True)]
     above = [high - share for share, (_, high) in zip(shares, intervals, strict=True)]
     updates = [update for update, _, _ in counted]
-    axis.errorbar(
-        updates, shares, yerr=[below, above], color=colour, marker=marker, markersize=4, linewidth=1.6, capsize=2
-    )
+    axis.errorbar(updates, shares, yerr=[below, above], marker=marker, markersize=4, linewidth=1.6, capsize=2, **style)
 
 
-def _curve(axis: Axes, run: LeftRun, name: str, colour: str) -> None:
+def _curve(axis: Axes, run: LeftRun, name: str, style: dict[str, Any]) -> None:
     points = [(row["step"], row[name]) for row in run.rows if row.get(name) is not None]
     values = [value for _, value in points]
     window = 1 if name == "effective_token_share" else _SMOOTH
     smooth = [sum(values[max(0, end - window) : end]) / min(window, end) for end in range(1, len(values) + 1)]
-    axis.plot([step for step, _ in points], smooth, color=colour, linewidth=1.6, label=run.name)
+    axis.plot([step for step, _ in points], smooth, linewidth=1.6, label=run.name, **style)
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
