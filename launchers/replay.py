@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 from absl import flags as absl_flags
@@ -9,6 +10,7 @@ from absl import flags as absl_flags
 from asyncrl_jax import flags
 from asyncrl_jax.config_file import read_config
 from asyncrl_jax.exit_codes import FAILED, FINISHED
+from asyncrl_jax.local.environment import child_environment
 
 _RUN = absl_flags.DEFINE_string("run", None, "Directory of the run, as runs/latest.", required=True)
 _NUM_UPDATES = absl_flags.DEFINE_integer("num_updates", None, "Updates to make again; by default all of them.")
@@ -19,6 +21,7 @@ def main() -> int:
     run_dir = Path(_RUN.value).resolve()
     try:
         config = read_config(run_dir / "config.json")
+        os.environ.update(child_environment(os.environ))  # platform and threads as the learner of a local run has them
         from asyncrl_jax.learner.replay import replay  # imports JAX: only after the flags are known to be right
 
         replayed = replay(config, run_dir, _NUM_UPDATES.value)

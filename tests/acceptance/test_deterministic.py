@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from asyncrl_jax.config_file import read_config
-from asyncrl_jax.learner.replay import replay
 from asyncrl_jax.transport.archive import read_groups
 from asyncrl_jax.weights.manifest import content_digest
 from asyncrl_jax.weights.publish import committed
@@ -49,6 +52,10 @@ def test_two_deterministic_runs_from_one_seed_are_bit_equal(tmp_path):
     assert weights == weights_of(runs[1])
     assert len(weights) == NUM_UPDATES + 1
     assert len(set(weights.values())) == NUM_UPDATES + 1
-    replayed = replay(read_config(runs[0].directory / "config.json"), runs[0].directory)
-    assert (replayed.updates, replayed.weights_digest) == (NUM_UPDATES, weights[NUM_UPDATES])
-    assert replayed.differing == ()
+    command = [sys.executable, "-m", "launchers.replay", f"--run={runs[0].directory}"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
+    replayed = json.loads(done.stdout.splitlines()[-1])
+    assert (replayed["updates"], replayed["weights_digest"]) == (NUM_UPDATES, weights[NUM_UPDATES])
+    assert (len(replayed["compared"]), replayed["differing"]) == (NUM_UPDATES + 1, [])
