@@ -18,7 +18,7 @@ from asyncrl_jax.models.hf_names import to_tensors
 from asyncrl_jax.types import EvaluationRequest
 from asyncrl_jax.weights.manifest import Canary, WeightsMismatch, content_digest
 from asyncrl_jax.weights.publish import committed, publish
-from asyncrl_jax.weights.read import WeightsReader, describe, read, read_manifest
+from asyncrl_jax.weights.read import describe, read, read_manifest
 
 from .run_fixture import ScriptedRun, small_config
 
@@ -124,15 +124,18 @@ def test_wgt_12_weights_published_as_bfloat16_are_the_rounded_masters_and_prove_
     asyncio.run(load_all())
 
 
-def test_an_engine_keeps_its_weights_when_the_readers_memory_changes(published):
-    learner, versions, _, _ = published
-    reader = WeightsReader(learner.weights_dir)
+def test_an_engine_keeps_its_weights_when_the_readers_memory_changes(server, tmp_path):
+    config = small_config(tmp_path, server)
+    trainer = Trainer(config)
+    version = publish(
+        tmp_path, trainer.host_weights(), number=0, parent=None, line=0, update=0, canary=trainer.canary()
+    )
+    manifest, tensors = read(tmp_path, version)
 
     async def load_and_overwrite():
-        engine = JaxEngine(learner.config.model, num_slots=2, max_tokens=12, canary_tolerance=1e-3)
-        manifest, tensors = reader.read(versions[3])
+        engine = JaxEngine(config.model, num_slots=2, max_tokens=12, canary_tolerance=1e-3)
         await engine.adopt(manifest, tensors)
-        before = jax.tree.map(np.array, engine._params)
+        before = jax.tree.map(lambda leaf: np.array(leaf, copy=True), engine._params)
         for tensor in tensors.values():
             tensor[...] = 0
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(engine._params), before)
