@@ -93,6 +93,9 @@ class RouterConfig:
             require(getattr(self, name) >= 0, f"model.router.{name}", getattr(self, name), "at least 0")
 
 
+_POSITIVE = ("num_layers", "hidden_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "head_chunk_tokens")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder. `layer i` is `attention.pattern[i]` and `mlp_pattern[i]`, both patterns repeated as needed."""
@@ -124,6 +127,9 @@ class ModelConfig:
     remat: str = setting(
         "none", "recomputed in the backward pass: none, dots (all but matrix products) or layers (all but layer inputs)"
     )
+    head_chunk_tokens: int = setting(
+        512, "positions whose logits are in memory at a time, in the log-probs of training"
+    )
     init_std: float = setting(0.08, "standard deviation of the random initialisation")
     attention: AttentionConfig = branch(AttentionConfig)
     rope_scaling: RopeScalingConfig = branch(RopeScalingConfig)
@@ -131,7 +137,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require(self.family in FAMILIES, "model.family", self.family, f"use one of {', '.join(FAMILIES)}")
-        for name in ("num_layers", "hidden_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+        for name in _POSITIVE:
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "at least 1")
         self._check_heads()
         self._check_mlps()
@@ -186,8 +192,16 @@ class ModelConfig:
         return self.num_layers - self.num_moe_layers
 
 
-# Of a run and not of the function that the weights compute.
-_OF_RUN = ("checkpoint", "dispatch", "compute_dtype", "remat", "init_std", "max_positions")
+# Of a run and not of the function that the weights compute; no checkpoint states them.
+RUN_SETTINGS = (
+    "checkpoint",
+    "dispatch",
+    "compute_dtype",
+    "remat",
+    "head_chunk_tokens",
+    "router.noise",
+    "router.capacity_factor",
+)
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
@@ -201,10 +215,9 @@ def _function(config: ModelConfig) -> dict[str, Any]:
     a, layers = config.attention, range(config.num_layers)
     slides, has_experts = any(map(config.is_sliding, layers)), config.num_moe_layers > 0
     settings = dataclasses.asdict(config)
-    for name in _OF_RUN:
-        del settings[name]
-    for name in ("noise", "capacity_factor"):
-        del settings["router"][name]
+    for name in (*RUN_SETTINGS, "init_std", "max_positions"):
+        branch_name, _, leaf = name.rpartition(".")
+        del (settings[branch_name] if branch_name else settings)[leaf]
     settings["mlp_pattern"] = "".join("m" if config.is_moe(layer) else "d" for layer in layers)
     settings["mlp_dim"] = config.mlp_dim if config.num_dense_layers else 0
     for name in ("num_experts", "experts_per_token", "expert_dim", "router"):

@@ -15,8 +15,10 @@ from typing import Any, NoReturn
 
 from absl import app, flags
 
-from asyncrl_jax.config import Config, leaf_types, override
+from asyncrl_jax.config import Config, flatten, leaf_types, override
 from asyncrl_jax.config_file import read_config
+from asyncrl_jax.config_hf import read_hf_config
+from asyncrl_jax.config_model import RUN_SETTINGS
 from asyncrl_jax.exit_codes import USER_ERROR
 from asyncrl_jax.presets import PRESETS, preset
 
@@ -73,7 +75,7 @@ def changes(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
 
 
 def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Config:
-    """The validated config that the parsed flags describe.
+    """The validated config that the parsed flags describe. `--config.model.checkpoint` sets the model's settings too.
 
     Raises:
       ValueError: for a setting that is refused, or a file that can't be read.
@@ -85,8 +87,17 @@ def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Config:
         base = preset(flag_values.preset)
     if flag_values.config_file:
         base = read_config(Path(flag_values.config_file))
-    config: Config = override(base, changes(flag_values))
+    given = changes(flag_values)
+    if directory := given.get("model.checkpoint"):
+        given = _model_settings(directory) | given
+    config: Config = override(base, given)
     return config
+
+
+def _model_settings(directory: str) -> dict[str, Any]:
+    """Leaves of `model` that a checkpoint states: its function, and the longest sequence."""
+    leaves = flatten(read_hf_config(directory), "model.")
+    return {name: value for name, value in leaves.items() if name.removeprefix("model.") not in RUN_SETTINGS}
 
 
 def exit_with(message: str, code: int = USER_ERROR) -> NoReturn:

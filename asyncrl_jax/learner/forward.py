@@ -6,24 +6,17 @@ Dimensions: B rows, T positions of a row, D hidden width.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from asyncrl_jax.config import Config
-from asyncrl_jax.learner.logprobs import token_logprobs
+from asyncrl_jax.models.head import TargetScores
 from asyncrl_jax.models.moe import Placement
 from asyncrl_jax.models.router import Routing
 from asyncrl_jax.models.transformer import Params, graph_of, merge
-
-
-class Scores(NamedTuple):
-    """Of the targets, [B, T], in nats at the temperature of sampling."""
-
-    logprobs: jax.Array
-    entropy: jax.Array
 
 
 def forward_on(config: Config, mesh: Mesh) -> Forward:
@@ -42,10 +35,12 @@ class Forward:
         x_BTD, routing = merge(self.graph, params).trunk(batch.tokens, batch.positions, batch.segment_ids)
         return x_BTD, routing
 
-    def scores(self, params: Params, x_BTD: jax.Array, batch: Any) -> Scores:
-        """Log-probs of `batch.targets` at `batch.temperature`, from the trunk's output."""
-        logits_BTV = merge(self.graph, params).head(x_BTD)
-        return Scores(*token_logprobs(logits_BTV, batch.targets, batch.temperature))
+    def scores(
+        self, params: Params, x_BTD: jax.Array, batch: Any, temperature_BT: jax.Array | None = None
+    ) -> TargetScores:
+        """Of `batch.targets` where `batch.loss_mask`, from the trunk's output. No temperature: `batch.temperature`."""
+        temperature_BT = batch.temperature if temperature_BT is None else temperature_BT
+        return merge(self.graph, params).score(x_BTD, batch.targets, temperature_BT, batch.loss_mask)
 
     def logprobs(self, params: Params, batch: Any) -> jax.Array:
         """[B, T], without gradient: for weights that are not being trained."""

@@ -13,7 +13,6 @@ from asyncrl_jax.learner.aggregation import masked_mean
 from asyncrl_jax.learner.balance import balance_loss
 from asyncrl_jax.learner.compiled import CompiledStep
 from asyncrl_jax.learner.forward import forward_on
-from asyncrl_jax.learner.logprobs import token_logprobs
 from asyncrl_jax.learner.packing import Array
 from asyncrl_jax.learner.state import Metrics, TrainState, apply_gradient, state_shardings
 from asyncrl_jax.models.mesh import batch_sharding
@@ -39,14 +38,13 @@ def make_supervised_step(config: Config, mesh: Mesh) -> CompiledStep:
     forward = forward_on(config, mesh)
 
     def loss_of(params: Params, batch: SupervisedBatch) -> tuple[jax.Array, Metrics]:
-        logits_BTV, routing = forward.logits(params, batch)
-        logprobs, _ = token_logprobs(logits_BTV, batch.targets, jnp.ones(batch.targets.shape))
+        x_BTD, routing = forward.trunk(params, batch)
+        scores = forward.scores(params, x_BTD, batch, jnp.ones(batch.targets.shape))
         num_tokens = jnp.sum(batch.loss_mask, dtype=jnp.float32)
         balance = balance_loss(routing, routing.prob_sums_E, config.model.experts_per_token)
-        hits = (jnp.argmax(logits_BTV, axis=-1) == batch.targets).astype(jnp.float32)
         metrics = {
-            "cross_entropy": masked_mean(-logprobs, batch.loss_mask, num_tokens),
-            "accuracy": masked_mean(hits, batch.loss_mask, num_tokens),
+            "cross_entropy": masked_mean(-scores.logprobs, batch.loss_mask, num_tokens),
+            "accuracy": masked_mean(scores.is_likeliest, batch.loss_mask, num_tokens),
             "balance_loss": balance,
             "tokens": num_tokens,
         }

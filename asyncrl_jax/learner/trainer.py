@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.models.hf import load_params
 from asyncrl_jax.models.hf_names import to_tensors
 from asyncrl_jax.models.mesh import make_mesh
 from asyncrl_jax.models.transformer import Params
@@ -58,17 +59,19 @@ class Trainer:
         )
 
     def warm_start(self, default_path: Path, stop: threading.Event) -> None:
-        """Supervised steps on the demonstrations; the optimizer of the RL stage starts afresh.
+        """Weights of `model.checkpoint`, then supervised steps; the optimizer of the RL stage starts afresh.
 
         Args:
           default_path: of the demonstrations, when the config names none.
           stop: ends it early.
 
         Raises:
-          ValueError: if the demonstrations do not fit the model.
+          ValueError: if checkpoint or demonstrations do not fit the model.
           StopRequested: when `stop` was set meanwhile.
         """
-        settings = self._config.warm_start
+        model, settings = self._config.model, self._config.warm_start
+        if model.checkpoint:
+            self._state = start_from(self._config, load_params(model.checkpoint, model, self._mesh), self._mesh)
         if settings.num_steps == 0:
             return
         path = settings.demonstrations or default_path

@@ -14,6 +14,7 @@ from asyncrl_jax.models.transformer import (
     merge,
     params_of,
 )
+from asyncrl_jax.models.upcycle import upcycle
 
 __all__ = [
     "Decoder",
@@ -36,4 +37,5 @@ __all__ = [
     "save_params",
     "to_hf",
     "to_tensors",
+    "upcycle",
 ]

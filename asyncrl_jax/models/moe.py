@@ -20,7 +20,7 @@ from asyncrl_jax.models.router import RouterOptions, Routing, route
 
 
 class Placement(NamedTuple):
-    """Where the experts run. Hashable: a part of the model's structure."""
+    """Where experts and head run. Hashable: a part of the model's structure."""
 
     mesh: Mesh | None = None  # None: where the compiler puts them, on one device as a rule
     buffer_factor: float = BUFFER_FACTOR  # see `run_experts_on_mesh`

@@ -20,6 +20,7 @@ from flax import nnx
 
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models.attention import Attention, AttentionSpec, attend_packed, rms_norm
+from asyncrl_jax.models.head import TargetScores, score_targets
 from asyncrl_jax.models.mlp import MLP
 from asyncrl_jax.models.moe import ANYWHERE, MoE, Placement
 from asyncrl_jax.models.router import RouterOptions, Routing
@@ -87,6 +88,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         init = nnx.initializers.normal(config.init_std)
         self.config = config
+        self.placement = ANYWHERE
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_dim)))
         self.layers = nnx.List([Layer(config, index, rngs) for index in range(config.num_layers)])
         self.norm = nnx.Param(jnp.ones(config.hidden_dim))
@@ -173,6 +175,20 @@ class Decoder(nnx.Module):
         """float32 logits of normalised outputs [..., D]."""
         return jnp.matmul(x, self.head_DV.astype(x.dtype), preferred_element_type=jnp.float32)
 
+    def score(
+        self, x_BTD: jax.Array, targets_BT: jax.Array, temperature_BT: jax.Array, asked_BT: jax.Array
+    ) -> TargetScores:
+        """Log-probs and entropy of targets, from the trunk's output; see `score_targets`."""
+        return score_targets(
+            x_BTD,
+            self.head_DV,
+            targets_BT,
+            temperature_BT,
+            asked_BT,
+            chunk_tokens=self.config.head_chunk_tokens,
+            mesh=self.placement.mesh,
+        )
+
     @property
     def head_DV(self) -> jax.Array:
         """Weights of the head."""
@@ -203,9 +219,10 @@ def graph_of(config: ModelConfig, placement: Placement = ANYWHERE) -> nnx.GraphD
 
     Args:
       config: of the model.
-      placement: the devices that its experts run on; the function computed is the same.
+      placement: the devices that experts and head run on; the function computed is the same.
     """
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    decoder.placement = placement
     for layer in decoder.layers:
         if layer.is_moe:
             layer.moe.placement = placement
