@@ -221,6 +221,19 @@ class Config:
             self.learner.replay_ratio,
             f"at most N - A + 1 = {lag.token_updates - lag.actor_updates + 1}: later uses would break the lag bound",
         )
+        tuning = self.orchestrator.tuning
+        require(
+            not tuning.enabled or self.mode == "async",
+            "orchestrator.tuning.enabled",
+            tuning.enabled,
+            f"N belongs to the mode in mode {self.mode}; use --config.mode=async",
+        )
+        require(
+            not tuning.enabled or tuning.min_token_updates >= lag.actor_updates + self.learner.replay_ratio - 1,
+            "orchestrator.tuning.min_token_updates",
+            tuning.min_token_updates,
+            f"at least lag.actor_updates + replay_ratio - 1 = {lag.actor_updates + self.learner.replay_ratio - 1}",
+        )
         require(
             self.learner.objective.correction != "none" or lag.token_updates == 0,
             "learner.objective.correction",
@@ -306,6 +319,12 @@ class Config:
             bound = self.lag.semi_async_batches - 1
             return dataclasses.replace(self.lag, actor_updates=bound, token_updates=bound)
         return self.lag
+
+    @property
+    def most_token_updates(self) -> int:
+        """The largest N that may ever be in force, tuned or set by hand, in updates."""
+        bound = self.effective_lag.token_updates
+        return max(bound, self.orchestrator.tuning.max_token_updates) if self.mode == "async" else bound
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Checkpoints:
     """Checkpoints of one run. One process saves; steps only grow.
 
     * A step is complete or absent, whatever was killed, and the newest complete one is never deleted.
+    * `protected` names update counts: the newest step at or before each is kept beside the `keep` newest.
     * `durable` names a step only after its bytes are on disk.
     * `save` returns once the arrays are copied to host memory, so the next step may donate them.
     * A failure in the background is raised once, by the next call of `save`, `wait` or `durable`.
@@ -53,6 +54,7 @@ class Checkpoints:
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint is kept")
+        self.protected: frozenset[int] = frozenset()
         self._root = commit.root_path(directory)
         self._keep = keep
         self._swept = False
@@ -183,8 +185,13 @@ class Checkpoints:
         if not self._swept:
             self._sweep()
         save.save_arrays(self._path(step), arrays, COMMIT_FILE, commit_data)
-        for old in self.steps()[: -self._keep]:
+        for old in self._expendable():
             commit.delete(self._path(old), COMMIT_FILE)
+
+    def _expendable(self) -> list[int]:
+        steps = self.steps()
+        kept = {max((step for step in steps if step <= limit), default=-1) for limit in self.protected}
+        return [step for step in steps[: -self._keep] if step not in kept]
 
     def _sweep(self) -> None:
         """Deletes what a killed learner left. Not on opening: a reader may open the directory of a running learner."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from asyncrl_jax.transport.groups import GroupReader
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.payloads import PayloadStore
+from asyncrl_jax.transport.steering import Directives, Steering
 from asyncrl_jax.types import LearnerState, Line, WeightVersion
 
 from .advantages import group_advantages
@@ -60,7 +62,7 @@ class Learner:
         self.trainer = Trainer(config)
         self.pool = Pool(config.learner.replay_ratio, config.pool)
         self.staleness = Staleness(
-            {}, {0: Line(0)}, self.lag.token_updates, mask_over_age=self.lag.straggler_policy == "mask"
+            {}, {0: Line(0)}, config.most_token_updates, mask_over_age=self.lag.straggler_policy == "mask"
         )
         self.intake = Intake(
             self.reader,
@@ -85,6 +87,10 @@ class Learner:
         self.settled: set[str] = set()  # tickets settled by a checkpoint that is no more, trained on once again
         self.update_s = 0.0  # seconds between updates, smoothed
         self.starved_s = 0.0  # the last update's wait for a pool with enough groups
+        self.idle_share = 0.0  # of the time between updates, smoothed
+        self.steering = Steering(redis, keys)
+        self.directives = Directives()  # as of the last look
+        self.directives_at = -math.inf  # when that was
         self.vitals = Vitals(self.control, config.actor, self._heartbeat)
 
     def close(self) -> None:
@@ -100,7 +106,9 @@ class Learner:
         moment = Moment(
             bucket_weights=self._bucket_weights(),
             lag=lambda p: max(self.staleness.version_lag(number, self.line, self.update) for number in p.versions),
-            last_chance=lambda p: self.staleness.is_unusable(p.versions, self.line, self.update + 1),
+            last_chance=lambda p: self.staleness.is_unusable(
+                p.versions, self.line, self.update + 1, self.staleness.bound(p.group.ticket)
+            ),
             seed=derive_seed(self.config.seed, "draw", self.line, self.update),
         )
         return self.pool.draw(groups_for_update(len(self.pool), self.config.learner), moment)
@@ -121,23 +129,34 @@ class Learner:
         groups = [[d.pooled.ticket_id, d.pooled.entry.partition, d.pooled.entry.entry_id] for d in batch]
         weights = [drawn.weight for drawn in batch]
         payload = {"line": self.line, "seed": seed, "groups": groups, "weights": weights}
+        payload["lr_scale"] = self.directives.learning_rate_scale
         self.control.append_redo(self.update + 1, payload)
 
-    def apply(self, drawn: list[Drawn], seed: int) -> dict[str, float]:
-        """One optimizer update; a function of the weights, the ordered groups, their weights and the seed alone."""
+    def apply(self, drawn: list[Drawn], seed: int, lr_scale: float = 1.0) -> dict[str, float]:
+        """One optimizer update; a function of the weights and the arguments alone.
+
+        Args:
+          drawn: the groups in order, each with its weight.
+          seed: of everything random in the update.
+          lr_scale: factor on the learning rate.
+        """
         batch, weights = [d.pooled for d in drawn], [d.weight for d in drawn]
         lags = [
             [self.staleness.token_lags(t, self.line, self.update) for t in pooled.group.trajectories]
             for pooled in batch
         ]
         masks = [
-            [self.staleness.trainable_mask(t, lag) for t, lag in zip(pooled.group.trajectories, of_group, strict=True)]
+            [
+                self.staleness.trainable_mask(t, lag, self.staleness.bound(pooled.group.ticket))
+                for t, lag in zip(pooled.group.trajectories, of_group, strict=True)
+            ]
             for pooled, of_group in zip(batch, lags, strict=True)
         ]
+        self.trainer.lr_scale = lr_scale
         values = self.trainer.update([pooled.group for pooled in batch], lags, masks, seed, self.update, weights)
         values |= self._count(batch, lags, masks, values) | {"draw_weight_max": max(weights)}
         tickets = tuple(pooled.ticket_id for pooled in batch)
-        self.batches.append(TrainedBatch(self.line, self.update, seed, tickets, tuple(weights)))
+        self.batches.append(TrainedBatch(self.line, self.update, seed, tickets, tuple(weights), lr_scale))
         for pooled in batch:
             if pooled.ticket_id in self.settled:
                 continue
@@ -155,10 +174,15 @@ class Learner:
     def _count(self, batch: list[PooledGroup], lags: Any, masks: Any, values: dict[str, float]) -> dict[str, float]:
         """Adds the update to the exact totals; returns its own lag and reward statistics."""
         progress = self.progress
-        trained_lags = np.concatenate(
-            [lag[mask.astype(bool)] for of, m in zip(lags, masks, strict=True) for lag, mask in zip(of, m, strict=True)]
-        )
-        progress.count_lags(trained_lags, self.lag.token_updates)
+        by_group = [
+            np.concatenate([lag[mask.astype(bool)] for lag, mask in zip(of, m, strict=True)])
+            for of, m in zip(lags, masks, strict=True)
+        ]
+        for pooled, lags_T in zip(batch, by_group, strict=True):
+            ticket = pooled.group.ticket
+            progress.count_lags(lags_T, self.staleness.bound(ticket))
+            progress.groups_by_bucket[f"{ticket.task.environment}/{ticket.task.level}"] += 1
+        trained_lags = np.concatenate(by_group)
         trajectories = [t for pooled in batch for t in pooled.group.trajectories]
         progress.groups_trained += len(batch)
         progress.skipped_updates += int(values["skipped"])
@@ -251,6 +275,10 @@ class Learner:
         self.wait_durable()
         if self.checkpoints.latest() == self.update:
             return
+        vouched = {request.update for request in self.control.pending_evaluations()}
+        if self.directives.keep_update is not None:
+            vouched.add(self.directives.keep_update)
+        self.checkpoints.protected = frozenset(vouched)
         finished, self.finished = self.finished, []
         self.checkpoints.save(self.update, self.trainer.state, self._checkpoint_meta(finished))
         self.saving = (self.update, finished)
@@ -299,8 +327,9 @@ class Learner:
 
     # -- what others see ---------------------------------------------------------------------------------------------
 
-    def smooth_update_s(self, seconds: float) -> None:
+    def smooth_update_s(self, seconds: float, idle_s: float) -> None:
         self.update_s = seconds if self.update_s == 0 else 0.8 * self.update_s + 0.2 * seconds
+        self.idle_share = 0.8 * self.idle_share + 0.2 * min(idle_s / max(seconds, 1e-9), 1.0)
 
     def write_metrics(self, values: dict[str, float], *, wait_s: float, step_s: float) -> None:
         row = values | {
@@ -344,6 +373,8 @@ class Learner:
             "warm_start_step": self.trainer.warm_start_step,
             "warm_start_accuracy": self.trainer.warm_start_accuracy,
             "update_s": self.update_s,
+            "idle_share": self.idle_share,
+            "groups_by_bucket": dict(progress.groups_by_bucket),
             "service_s": self.intake.service_s,
             "queue_depth": len(self.pool),
             "checkpoint_update": self.checkpoints.last_durable,

@@ -24,8 +24,9 @@ from asyncrl_jax.config import Config
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import Outcome
 
+from .directives import obey
 from .learner import Learner
-from .pool import Drawn
+from .pool import Drawn, PooledGroup
 from .resume import reopen_after_reset, start_or_resume
 from .trainer import StopRequested
 
@@ -49,7 +50,8 @@ def run_learner(config: Config, run_dir: Path, redis_password: str | None, stop:
     try:
         start_or_resume(learner)
         train(learner)
-        finish(learner)
+        while finish(learner):
+            train(learner)
     except StopRequested:
         log.info("stopped during the warm start")
     finally:
@@ -71,26 +73,30 @@ def train(learner: Learner) -> None:
         started = time.monotonic()
         seed = derive_seed(learner.config.seed, "update", learner.update)
         learner.log_redo(batch, seed)
-        values = learner.apply(batch, seed)
+        values = learner.apply(batch, seed, learner.directives.learning_rate_scale)
         learner.publish_if_due()
         learner.announce_state()
         learner.checkpoint_if_due()
         now = time.monotonic()
         learner.progress.busy_s += now - started
         learner.progress.wait_s += started - collected_from
-        learner.smooth_update_s(now - finished_at)
+        learner.smooth_update_s(now - finished_at, started - collected_from)
         finished_at = now
         learner.write_metrics(values, wait_s=started - collected_from, step_s=now - started)
 
 
-def finish(learner: Learner) -> None:
-    """Makes everything durable, then keeps beating until the orchestrator ends the run."""
+def finish(learner: Learner) -> bool:
+    """Makes everything durable, then keeps beating until the orchestrator ends the run.
+
+    Returns:
+      Whether to train on instead: the last evaluation may send the learner back.
+    """
     if learner.update >= learner.config.learner.num_updates:
         learner.publish(wait=True)
         learner.save_checkpoint()
     learner.wait_durable()
     if learner.update < learner.config.learner.num_updates:
-        return  # stopped early: resumable from here
+        return False  # stopped early: resumable from here
     learner.archive_held()
     learner.phase = "done"
     learner.announce_state()
@@ -98,6 +104,10 @@ def finish(learner: Learner) -> None:
     while learner.control.phase() not in ("finished", "stopping") and not learner.stop.wait(0.1):
         learner.vitals.check()
         _follow_epoch(learner)
+        obey(learner)
+        if learner.update < learner.config.learner.num_updates:
+            return True
+    return False
 
 
 def _collect(learner: Learner) -> list[Drawn] | None:
@@ -110,6 +120,7 @@ def _collect(learner: Learner) -> list[Drawn] | None:
         learner.hear_publisher()
         learner.settle_if_durable()
         _follow_epoch(learner)
+        obey(learner)
         learner.intake.pool_new(READ_BLOCK_MS)
         expire(learner)
         now = time.monotonic()
@@ -144,7 +155,13 @@ def _stragglers(learner: Learner) -> set[str]:
 
 def expire(learner: Learner) -> None:
     """Ends pooled groups that are past the bound. Trained before: they are finished; never trained: expired."""
-    taken = learner.pool.take_if(lambda p: learner.staleness.is_unusable(p.versions, learner.line, learner.update))
+    staleness = learner.staleness
+
+    def past_the_bound(pooled: PooledGroup) -> bool:
+        bound = staleness.bound(pooled.group.ticket)
+        return staleness.is_unusable(pooled.versions, learner.line, learner.update, bound)
+
+    taken = learner.pool.take_if(past_the_bound)
     for pooled in taken:
         if pooled.uses:
             learner.finish_group(pooled)
@@ -153,7 +170,7 @@ def expire(learner: Learner) -> None:
         learner.reader.complete([(pooled.entry, pooled.ticket_id)], outcome, learner.update, reason="lag_bound")
         learner.intake.forget([pooled.ticket_id])
         learner.progress.groups_overfilled += 1
-        log.info("ticket %s %s: older than %d updates", pooled.ticket_id, outcome, learner.staleness.bound)
+        log.info("ticket %s %s: past its bound at update %d", pooled.ticket_id, outcome, learner.update)
     if any(pooled.uses for pooled in taken):
         learner.announce_state()  # or their last uses would be waited for, and nothing issued in their place
 

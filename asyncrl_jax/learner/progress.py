@@ -47,6 +47,7 @@ class Progress:
     busy_s: float = 0.0  # in updates
     wait_s: float = 0.0  # for groups
     lag_histogram: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    groups_by_bucket: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # uses
 
     def count_lags(self, lags_T: np.ndarray, bound: int) -> None:
         """Adds the lags of the tokens that enter a gradient, in updates."""
@@ -74,4 +75,5 @@ class Progress:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Progress:
         histogram = collections.Counter({int(lag): count for lag, count in values["lag_histogram"].items()})
-        return cls(**(values | {"lag_histogram": histogram}))
+        buckets = collections.Counter(values.get("groups_by_bucket", {}))
+        return cls(**(values | {"lag_histogram": histogram, "groups_by_bucket": buckets}))

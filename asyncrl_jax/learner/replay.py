@@ -116,9 +116,13 @@ def replay(config: Config, run_dir: Path, num_updates: int | None = None) -> Rep
         trained = [groups[name] for name in batch.tickets]
         lags = [[staleness.token_lags(t, batch.line, update) for t in group.trajectories] for group in trained]
         masks = [
-            [staleness.trainable_mask(t, lag) for t, lag in zip(group.trajectories, of_group, strict=True)]
+            [
+                staleness.trainable_mask(t, lag, staleness.bound(group.ticket))
+                for t, lag in zip(group.trajectories, of_group, strict=True)
+            ]
             for group, of_group in zip(trained, lags, strict=True)
         ]
+        trainer.lr_scale = batch.lr_scale
         trainer.update(trained, lags, masks, batch.seed, update, batch.weights)
         compare(update + 1)
     return Replayed(meta["line"], last, trainer.weights_digest(), tuple(equal), tuple(differing))

@@ -149,7 +149,8 @@ def _batch(entry: dict[str, Any]) -> TrainedBatch:
     """What an entry of the redo log states; one of an earlier release has no weights, which were 1."""
     tickets = tuple(ticket_id for ticket_id, _, _ in entry["groups"])
     weights = tuple(entry.get("weights", [1.0] * len(tickets)))
-    return TrainedBatch(entry["line"], entry["update"] - 1, entry["seed"], tickets, weights)
+    lr_scale = entry.get("lr_scale", 1.0)
+    return TrainedBatch(entry["line"], entry["update"] - 1, entry["seed"], tickets, weights, lr_scale)
 
 
 def _keep_uses(learner: Learner, held: list[PooledGroup]) -> None:
@@ -205,7 +206,8 @@ def _redo(learner: Learner) -> bool:
             log.error("update %d cannot be replayed: the group of ticket %s is gone", learner.update, gone[0])
             return False
         pairs = zip(logged.tickets, logged.weights, strict=True)
-        learner.apply([Drawn(learner.pool.use(ticket_id), weight) for ticket_id, weight in pairs], logged.seed)
+        drawn = [Drawn(learner.pool.use(ticket_id), weight) for ticket_id, weight in pairs]
+        learner.apply(drawn, logged.seed, logged.lr_scale)
         if not _reproduced(learner):
             return False
     newest = [v.update for v in learner.staleness.versions.values() if v.line == learner.line]
@@ -255,6 +257,32 @@ def _open_line(learner: Learner, held: list[PooledGroup]) -> None:
         if live.state == "issued":
             outcome = Outcome.UNDONE if ticket_id in learner.undone else Outcome.EXPIRED
             learner.ledger.settle(ticket_id, outcome, update=learner.update, reason="line_abandoned")
+
+
+def go_back(learner: Learner, update: int) -> None:
+    """Leaves this line of weights for its newest checkpoint at or before `update`, and publishes from there.
+
+    Work of the updates in between is undone: what was archived of it goes to `archive/undone/`, its tickets end as
+    undone, and what is still pooled counts its true distance. Killed on the way, the next learner finds the order again
+    as long as it is on the abandoned line, and each step may be repeated.
+    """
+    learner.hear_publisher(wait=True)
+    learner.wait_durable()
+    step = max((step for step in learner.checkpoints.steps() if step <= update), default=None)
+    if step is None:
+        raise RuntimeError(f"told to go back to update {update}; there is no checkpoint before {learner.update}")
+    log.error("going back from update %d of line %d to checkpoint %d", learner.update, learner.line, step)
+    held = [*learner.pool.all(), *(trained.pooled for trained in learner.finished)]  # in the stream still
+    touched = {ticket_id for ticket_id, updates in learner.uses.items() if max(updates) >= step}
+    learner.settlement.undo(step)
+    learner.checkpoints.discard_newer(step)
+    _restore(learner, step)
+    _keep_uses(learner, held)
+    _open_line(learner, held)
+    learner.undone |= {pooled.ticket_id for pooled in held if pooled.ticket_id in touched and not pooled.uses}
+    learner.announce_state()
+    learner.publish(wait=True)
+    learner.announce_state()
 
 
 def reopen_after_reset(learner: Learner) -> None:

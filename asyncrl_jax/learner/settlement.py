@@ -109,6 +109,32 @@ class Settlement:
             path = self._archive / f"held-{line:03d}-{update:08d}.avro"
             write_groups(path, [_archived(trained, line) for trained in groups])
 
+    def undo(self, update: int) -> int:
+        """Takes back what was trained from `update` on: those uses, and tickets without another, are undone.
+
+        Archive files of later checkpoints go to `undone/`, whole; of a group that was also used before, the earlier
+        uses stay in the archive. Safe to repeat.
+
+        Returns:
+          The number of tickets undone.
+        """
+        for path in sorted(self._archive.glob("groups-*.avro")):
+            rows = read_groups(path)
+            if all(max(row.updates) < update for row in rows):
+                continue
+            write_groups(self._archive / "undone" / path.name, rows)
+            kept = [
+                dataclasses.replace(row, updates=earlier)
+                for row in rows
+                if (earlier := tuple(use for use in row.updates if use < update))
+            ]
+            if kept:
+                write_groups(path, kept)
+            else:
+                path.unlink()
+        undone = _tickets_in(self._archive / "undone") - _tickets_in(self._archive)
+        return self._ledger.undo(sorted(undone), update)
+
     def record_lost(self, epoch: int, update: int, held: Collection[str]) -> int:
         """After a reset of Redis: writes down as failed what the archive knows as issued and nobody holds any more.
 
@@ -166,3 +192,8 @@ def _archived(trained: TrainedGroup, line: int) -> ArchivedGroup:
         line=line,
         updates=trained.updates,
     )
+
+
+def _tickets_in(directory: Path) -> set[str]:
+    """Tickets of the groups in the files of a directory."""
+    return {row.group.ticket.ticket_id for path in directory.glob("groups-*.avro") for row in read_groups(path)}

@@ -51,6 +51,7 @@ class Trainer:
         self._reference: Params | None = None
         self._step = make_train_step(config, mesh)
         self._taught_nothing = 0  # updates in a row without any advantage
+        self.lr_scale = 1.0  # factor on the learning rate of the updates to come
         self.warm_start_step = 0
         self.warm_start_accuracy = 0.0
         rows, length = CANARY_SHAPE
@@ -137,7 +138,7 @@ class Trainer:
         credit = assign_credit(self._config, groups, masks, rewards, weights)
         self._watch_credit(credit.statistics, update)
         packed = pack_update(groups, credit.advantages, lags, self._config, credit.loss_masks, credit.rewards)
-        rate = np.float32(learning_rate_at(self._config.learner, update))
+        rate = np.float32(learning_rate_at(self._config.learner, update) * self.lr_scale)
         self._state, metrics = self._step(self._state, self._reference, packed, rate)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         return values | credit.statistics | {"recompilations": float(self._step.num_traces - 1)}

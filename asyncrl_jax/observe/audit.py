@@ -30,7 +30,7 @@ from asyncrl_jax.config_file import read_config
 from asyncrl_jax.transport.archive import ArchivedGroup, RetiredGroup, read_groups, read_ledger_events, read_retired
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
-from asyncrl_jax.transport.ledger import Ledger, LedgerCounts, LedgerEvent, recompute
+from asyncrl_jax.transport.ledger import Ledger, LedgerCounts, LedgerEvent, final_outcomes, recompute
 from asyncrl_jax.types import Line, Outcome, WeightVersion, on_line, update_distance
 
 _SHOWN = 5  # tickets named in a problem
@@ -50,6 +50,7 @@ class AuditReport:
     lag_histogram: dict[int, int]  # trained tokens by lag in updates, as the checkpoint counts them
     archived_lag_histogram: dict[int, int]  # the same, recomputed from the archive
     problems: tuple[str, ...]
+    bound: int = 0  # the largest N that was ever in force, in updates
 
     @property
     def sound(self) -> bool:
@@ -145,7 +146,7 @@ def examine(config: Config, evidence: Evidence) -> AuditReport:
         *_ledger_problems(counts, evidence),
         *_archive_problems(config, evidence),
         *_update_problems(config, evidence),
-        *_lag_problems(config, evidence, archived_lags),
+        *_lag_problems(config, evidence),
     ]
     trajectories = [trajectory for row in evidence.groups for trajectory in row.group.trajectories]
     sampled = [t.policy_versions[t.loss_mask.astype(bool)] for t in trajectories]
@@ -163,6 +164,7 @@ def examine(config: Config, evidence: Evidence) -> AuditReport:
         lag_histogram={int(lag): n for lag, n in meta.get("progress", {}).get("lag_histogram", {}).items()},
         archived_lag_histogram=archived_lags,
         problems=tuple(problems),
+        bound=_largest_bound(config, evidence),
     )
 
 
@@ -228,10 +230,11 @@ def _archive_problems(config: Config, evidence: Evidence) -> list[str]:
     issued = {event.ticket_id for event in evidence.events if event.outcome is None}
     if unknown := names.keys() - issued:
         problems.append(f"archived but never issued: {_names(unknown)}")
-    trained = {event.ticket_id for event in evidence.events if event.outcome is Outcome.TRAINED}
+    _, outcomes, _ = final_outcomes(evidence.events)
+    trained = {name for name, outcome in outcomes.items() if outcome is Outcome.TRAINED}
     if missing := trained - names.keys():
         problems.append(f"trained but not archived: {_names(missing)}")
-    others = {event.ticket_id for event in evidence.events if event.outcome not in (None, Outcome.TRAINED)}
+    others = outcomes.keys() - trained
     if contradicted := others & names.keys():
         problems.append(f"archived as trained but ended otherwise: {_names(contradicted)}")
     return problems
@@ -264,16 +267,32 @@ def _update_problems(config: Config, evidence: Evidence) -> list[str]:
     return problems
 
 
-def _lag_problems(config: Config, evidence: Evidence, archived: Mapping[int, int]) -> list[str]:
-    bound = config.effective_lag.token_updates
+def _lag_problems(config: Config, evidence: Evidence) -> list[str]:
+    bound = _largest_bound(config, evidence)
     problems = []
     counted = {int(lag): n for lag, n in evidence.checkpoint.get("progress", {}).get("lag_histogram", {}).items()}
     if over := sum(count for lag, count in counted.items() if lag > bound):
         problems.append(f"{over} trained tokens were older than {bound} updates, by the learner's count")
     # Under policy "mask" over-age tokens stay in the archive and out of the loss.
-    if config.lag.straggler_policy == "expire" and (over := sum(n for lag, n in archived.items() if lag > bound)):
-        problems.append(f"{over} archived tokens were older than {bound} updates when they were trained on")
+    if config.lag.straggler_policy == "expire" and (over := _over_age(evidence, bound)):
+        problems.append(f"{over} archived tokens were older than their tickets allow when they were trained on")
     return problems
+
+
+def _largest_bound(config: Config, evidence: Evidence) -> int:
+    """N as the run began or, tuned, as it was when a ticket was issued."""
+    issued = [event.ticket for event in evidence.events if event.ticket is not None]
+    return max([config.effective_lag.token_updates, *(ticket.deadline - ticket.min_update for ticket in issued)])
+
+
+def _over_age(evidence: Evidence, most: int) -> int:
+    """Archived tokens that were older than the N of their ticket when they were trained on."""
+    over = 0
+    for row in evidence.groups:
+        bound = min(row.group.ticket.deadline - row.group.ticket.min_update, most)
+        lags = lag_histogram(dataclasses.replace(evidence, groups=[row]))
+        over += sum(count for lag, count in lags.items() if lag > bound)
+    return over
 
 
 def _names(tickets: Iterable[str]) -> str:

@@ -144,7 +144,7 @@ def summarise(data: RunData) -> dict[str, Any]:
         "lag": {
             "bound": bound,
             **lag,
-            "over_bound_tokens": sum(count for age, count in histogram.items() if age > bound),
+            "over_bound_tokens": sum(count for age, count in histogram.items() if age > max(bound, data.audit.bound)),
         },
         "ledger": data.audit.ledger,
         "ledger_problems": list(data.audit.problems),

@@ -37,6 +37,7 @@ class TrainedBatch:
     seed: int  # of everything random in the update
     tickets: tuple[str, ...]
     weights: tuple[float, ...]  # of each group's policy gradient, see learner/strata.py
+    lr_scale: float = 1.0  # factor on the learning rate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,11 @@ class Keys:
         return self._name("counts")
 
     @property
+    def rolled_back(self) -> str:
+        """Set: tickets whose training a rollback has undone."""
+        return self._name("rolled_back")
+
+    @property
     def reserved(self) -> str:
         """Set: ticket ids handed out and not issued yet."""
         return self._name("reserved")

@@ -21,7 +21,24 @@ from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.types import Outcome, Ticket
 
 _log = logging.getLogger(__name__)
+ROLLED_BACK = "rolled_back"  # reason of the one outcome that may follow another: a rollback undid the training
 _CHUNK = 256  # tickets in one script call; a script blocks the server while it runs
+
+
+# KEYS: rolled_back, ledger, counts. ARGV: update, then ticket ids. Returns the number undone now.
+_UNDO = f"""
+local undone = 0
+for i = 2, #ARGV do
+  if redis.call('SADD', KEYS[1], ARGV[i]) == 1 then
+    redis.call('XADD', KEYS[2], '*', 'kind', 'outcome', 'ticket', ARGV[i], 'outcome', 'undone',
+      'reason', '{ROLLED_BACK}', 'update', ARGV[1])
+    redis.call('HINCRBY', KEYS[3], 'trained', -1)
+    redis.call('HINCRBY', KEYS[3], 'undone', 1)
+    undone = undone + 1
+  end
+end
+return undone
+"""
 
 
 class NoEpoch(RuntimeError):
@@ -74,19 +91,11 @@ class LedgerCounts:
 
 
 def recompute(events: Iterable[LedgerEvent]) -> LedgerCounts:
-    """Counts by unique ticket; its first outcome counts. Events may repeat (by id) and come in any order."""
-    by_id = {event.event_id: event for event in events}
-    issued: set[str] = set()
-    outcomes: dict[str, Outcome] = {}
-    settled_twice: list[str] = []
-    for event_id in sorted(by_id, key=_by_time):
-        event = by_id[event_id]
-        if event.outcome is None:
-            issued.add(event.ticket_id)
-        elif event.ticket_id in outcomes:
-            settled_twice.append(event.ticket_id)
-        else:
-            outcomes[event.ticket_id] = event.outcome
+    """Counts by unique ticket; its first outcome counts, unless a rollback has undone it.
+
+    Events may repeat (by id) and come in any order.
+    """
+    issued, outcomes, settled_twice = final_outcomes(events)
     counted = collections.Counter(outcomes.values())
     return LedgerCounts(
         issued=len(issued),
@@ -95,6 +104,24 @@ def recompute(events: Iterable[LedgerEvent]) -> LedgerCounts:
         unissued=tuple(ticket_id for ticket_id in outcomes if ticket_id not in issued),
         settled_twice=tuple(dict.fromkeys(settled_twice)),
     )
+
+
+def final_outcomes(events: Iterable[LedgerEvent]) -> tuple[set[str], dict[str, Outcome], list[str]]:
+    """(tickets issued, outcome of each that ended, tickets that ended more than once)."""
+    by_id = {event.event_id: event for event in events}
+    issued: set[str] = set()
+    outcomes: dict[str, Outcome] = {}
+    settled_twice: list[str] = []
+    for event_id in sorted(by_id, key=_by_time):
+        event = by_id[event_id]
+        before = outcomes.get(event.ticket_id)
+        if event.outcome is None:
+            issued.add(event.ticket_id)
+        elif before is None or (event.reason == ROLLED_BACK and before in (Outcome.TRAINED, Outcome.UNDONE)):
+            outcomes[event.ticket_id] = event.outcome
+        else:
+            settled_twice.append(event.ticket_id)
+    return issued, outcomes, settled_twice
 
 
 def _by_time(event_id: str) -> tuple[int, int]:
@@ -114,6 +141,7 @@ class Ledger:
         self._reserve = fencing.register(client, scripts.RESERVE, fence)
         self._issue = fencing.register(client, scripts.ISSUE, fence)
         self._settle = fencing.register(client, scripts.SETTLE, fence)
+        self._undo = self._redis.register_script(_UNDO)
         self._missing = self._redis.register_script(scripts.MISSING)
 
     def next_ticket_ids(self, n: int) -> list[str]:
@@ -167,6 +195,20 @@ class Ledger:
             arguments = [*shared, *ticket_ids[start : start + _CHUNK]]
             settled += sum(self._settle(keys=self._keys.settlement(), args=arguments))
         return settled
+
+    def undo(self, ticket_ids: Sequence[str], update: int) -> int:
+        """Tickets that ended as trained end as undone: the weights that they trained are abandoned.
+
+        Args:
+          update: update count that the learner goes back to.
+
+        Returns the number undone by this call.
+        """
+        keys = [self._keys.rolled_back, self._keys.ledger, self._keys.counts]
+        undone = 0
+        for start in range(0, len(ticket_ids), _CHUNK):
+            undone += self._undo(keys=keys, args=[update, *ticket_ids[start : start + _CHUNK]])
+        return undone
 
     def live(self) -> dict[str, LiveTicket]:
         """Every pending ticket, as of one moment."""

@@ -91,13 +91,16 @@ _TRAINED_BATCH = {
     "type": "record",
     "name": "TrainedBatch",
     "namespace": "asyncrl_jax",
-    "fields": _fields(
-        line="int",
-        update="long",
-        seed="long",
-        tickets={"type": "array", "items": "string"},
-        weights={"type": "array", "items": "double"},
-    ),
+    "fields": [
+        *_fields(
+            line="int",
+            update="long",
+            seed="long",
+            tickets={"type": "array", "items": "string"},
+            weights={"type": "array", "items": "double"},
+        ),
+        {"name": "lr_scale", "type": "double", "default": 1.0},
+    ],
 }
 
 # What is left of an archived group when its tokens are dropped: enough for the ledger.

@@ -25,7 +25,7 @@ from asyncrl_jax.config import (
 )
 from asyncrl_jax.config_file import write_config
 from asyncrl_jax.learner.learner import Learner
-from asyncrl_jax.learner.loop import train
+from asyncrl_jax.learner.loop import finish, train
 from asyncrl_jax.learner.resume import start_or_resume
 from asyncrl_jax.observe.audit import AuditReport, audit
 from asyncrl_jax.orchestrator.loop import Orchestrator
@@ -36,8 +36,9 @@ from asyncrl_jax.transport.groups import GroupWriter
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.server import Server
+from asyncrl_jax.transport.steering import Steering
 from asyncrl_jax.transport.tasks import TaskStream
-from asyncrl_jax.types import EvaluationResult, FinishReason, Group, Ticket, Trajectory
+from asyncrl_jax.types import EvaluationRequest, EvaluationResult, FinishReason, Group, Ticket, Trajectory
 
 
 class Crash(BaseException):
@@ -111,6 +112,9 @@ class ScriptedRun:
         self.keys = Keys(config.redis.namespace)
         self.control = Control(self.redis, self.keys)
         self.ledger = Ledger(self.redis, self.keys)
+        self.steering = Steering(self.redis, self.keys)
+        self.evaluate = self._solved  # result of an evaluation request
+        self.withhold_evaluations_after: int | None = None  # update beyond which no evaluation is answered
         self.withheld: set[int] = set()  # task counts that the actor claims and never answers
         self.stale: set[int] = set()  # task counts that the actor answers with weights of v0, against what was asked
         self.learner: Learner | None = None
@@ -142,9 +146,13 @@ class ScriptedRun:
         try:
             start_or_resume(learner)
             train(learner)
-            learner.publish(wait=True)
-            learner.save_checkpoint()
-            learner.wait_durable()
+            if self.evaluate == self._solved:
+                learner.publish(wait=True)
+                learner.save_checkpoint()
+                learner.wait_durable()
+            else:  # what the last evaluation says may send the learner back
+                while finish(learner):
+                    train(learner)
         finally:
             learner.vitals.close()
             learner.metrics.close()
@@ -153,6 +161,9 @@ class ScriptedRun:
 
     def audit(self) -> AuditReport:
         return audit(self.run_dir, self.redis)
+
+    def _solved(self, request: EvaluationRequest) -> EvaluationResult:
+        return EvaluationResult(request.evaluation_id, request.version, request.update, {1: 1}, {1: 1}, 1.0)
 
     def _serve(self) -> None:
         try:
@@ -163,7 +174,7 @@ class ScriptedRun:
                 self.learner.stop.set()
 
     def _serve_until_stopped(self) -> None:
-        orchestrator = Orchestrator.on(self.redis, self.keys, self.config, None)
+        orchestrator = Orchestrator.on(self.redis, self.keys, self.config, None, self.run_dir)
         tasks = TaskStream(self.redis, self.keys, "actor-0", self.config.redis)
         writer = GroupWriter(self.redis, self.keys, self.config.redis, Limits.from_config(self.config))
         waiting = []
@@ -171,9 +182,9 @@ class ScriptedRun:
             with self.turn:
                 orchestrator.tick()
                 for request in self.control.pending_evaluations():
-                    self.control.report_evaluation(
-                        EvaluationResult(request.evaluation_id, request.version, request.update, {1: 1}, {1: 1}, 1.0)
-                    )
+                    limit = self.withhold_evaluations_after
+                    if limit is None or request.update <= limit:
+                        self.control.report_evaluation(self.evaluate(request))
                 waiting += tasks.claim(8, 5)
                 latest = self.control.latest()
                 for delivery in list(waiting):

@@ -27,7 +27,7 @@ def trajectory(versions: list[int]) -> Trajectory:
 
 
 def test_wgt_06_a_trajectory_that_spans_versions_has_a_lag_per_token():
-    staleness = Staleness(VERSIONS, {0: Line(0)}, bound=4)
+    staleness = Staleness(VERSIONS, {0: Line(0)}, most=4)
     lags = staleness.token_lags(trajectory([-1, 3, 3, -1, 5]), line=0, update=6)
     assert lags.tolist() == [0, 3, 3, 0, 1]
 
@@ -44,24 +44,24 @@ def test_obs_03_lag_statistics_are_of_tokens():
 
 def test_an_over_age_token_leaves_the_loss_or_takes_its_group_along_as_the_policy_says():
     old_and_new = trajectory([-1, 0, 5])
-    expire = Staleness(VERSIONS, {0: Line(0)}, bound=4)
-    mask = Staleness(VERSIONS, {0: Line(0)}, bound=4, mask_over_age=True)
+    expire = Staleness(VERSIONS, {0: Line(0)}, most=4)
+    mask = Staleness(VERSIONS, {0: Line(0)}, most=4, mask_over_age=True)
     lags = mask.token_lags(old_and_new, line=0, update=6)
-    assert mask.trainable_mask(old_and_new, lags).tolist() == [0, 0, 1]
-    assert expire.is_unusable((0, 5), line=0, update=6)
-    assert not mask.is_unusable((0, 5), line=0, update=6)
-    assert mask.is_unusable((0, 1), line=0, update=6)
-    assert not expire.is_unusable((2, 5), line=0, update=6)
+    assert mask.trainable_mask(old_and_new, lags, 4).tolist() == [0, 0, 1]
+    assert expire.is_unusable((0, 5), line=0, update=6, bound=4)
+    assert not mask.is_unusable((0, 5), line=0, update=6, bound=4)
+    assert mask.is_unusable((0, 1), line=0, update=6, bound=4)
+    assert not expire.is_unusable((2, 5), line=0, update=6, bound=4)
 
 
 def test_the_bound_itself_is_within_the_bound():
     at_bound = trajectory([2, 1])
     for mask_over_age in (False, True):
-        staleness = Staleness(VERSIONS, {0: Line(0)}, bound=4, mask_over_age=mask_over_age)
+        staleness = Staleness(VERSIONS, {0: Line(0)}, most=4, mask_over_age=mask_over_age)
         lags = staleness.token_lags(at_bound, line=0, update=6)
-        assert staleness.trainable_mask(at_bound, lags).tolist() == [1, 0]
-        assert not staleness.is_unusable((2,), line=0, update=6)
-        assert staleness.is_unusable((1,), line=0, update=6)
+        assert staleness.trainable_mask(at_bound, lags, 4).tolist() == [1, 0]
+        assert not staleness.is_unusable((2,), line=0, update=6, bound=4)
+        assert staleness.is_unusable((1,), line=0, update=6, bound=4)
     progress = Progress()
     progress.count_lags(lags, bound=4)
     assert (progress.tokens_trained, progress.over_bound_tokens) == (2, 1)
@@ -70,5 +70,5 @@ def test_the_bound_itself_is_within_the_bound():
 def test_work_of_an_abandoned_line_counts_its_true_distance():
     lines = {0: Line(0), 1: Line(1, parent=0, fork_update=4)}
     versions = VERSIONS | {8: WeightVersion(8, 4, 1, 4, "")}
-    staleness = Staleness(versions, lines, bound=4)
+    staleness = Staleness(versions, lines, most=4)
     assert staleness.token_lags(trajectory([7, 3, 8]), line=1, update=5).tolist() == [3 + 1, 2, 1]

@@ -128,7 +128,7 @@ BROKEN = {
     "3 trained tokens were older than 4 updates, by the learner's count": break_by(
         checkpoint=sound().checkpoint | {"progress": {"lag_histogram": {"5": 3}}}
     ),
-    "6 archived tokens were older than 4 updates": break_by(groups=[*sound().groups, archived("1-9", 5)]),
+    "6 archived tokens were older than their tickets allow": break_by(groups=[*sound().groups, archived("1-9", 5)]),
 }
 
 

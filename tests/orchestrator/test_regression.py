@@ -76,6 +76,16 @@ def test_results_of_an_abandoned_line_are_ignored_and_a_confirmation_of_it_is_no
     assert moved.state.good_update == 20
 
 
+def test_a_line_that_is_being_left_is_not_rolled_back_twice():
+    state = judge(score(20, 0.6)).state
+    state = judge(score(40, 0.3), state=state).state
+    state = judge(score(40, 0.3, confirm=True), state=state).state
+    late = judge(score(60, 0.2), state=state, line=0)  # the learner has not heard of it yet
+    assert late.confirm is None
+    assert late.log[-1].action == "ignore"
+    assert late.state.rollback == Rollback(1, 0, 20)
+
+
 def test_after_too_many_rollbacks_the_run_is_paused():
     state = judge(score(20, 0.6)).state
     paused = []

@@ -91,16 +91,21 @@ def decide(state: State, observed: Observed, config: RegressionConfig) -> Decide
         if score.evaluation_id in state.seen:
             continue
         state = dataclasses.replace(state, seen=(*state.seen, score.evaluation_id))
-        if score.line != observed.line:
+        if score.line != observed.line or _abandoned(state, score.line):
             log.append(_entry("ignore", score, state.best, "of a line that is no longer trained"))
             continue
         state, entries, paused = _judge(state, score, config)
         log += entries
         pause |= paused
     awaited = state.suspect
-    if awaited is not None and awaited.line != observed.line:
+    if awaited is not None and (awaited.line != observed.line or _abandoned(state, awaited.line)):
         state, awaited = dataclasses.replace(state, suspect=None), None
     return Decided(state, awaited, pause, tuple(log))
+
+
+def _abandoned(state: State, line: int) -> bool:
+    """Whether the learner has been told to leave this line; it may not have heard yet."""
+    return state.rollback is not None and state.rollback.line == line
 
 
 def _judge(state: State, score: Score, config: RegressionConfig) -> tuple[State, list[Decision], bool]:
