@@ -98,7 +98,10 @@ class LagConfig:
     straggler_wait_s: float = setting(
         20.0, "longest wait for running tickets before an update passes their deadline, in s"
     )
-    straggler_policy: str = setting("expire", "then: expire (the group is dropped) or mask (its over-age tokens are)")
+    straggler_policy: str = setting(
+        "expire",
+        "then: expire (the group is dropped), mask (its over-age tokens are) or partial (its late members are)",
+    )
     ticket_timeout_s: float = setting(
         1800.0, "seconds without an answer after which a running ticket is given up as failed, and replaced; 0: never"
     )
@@ -115,7 +118,10 @@ class LagConfig:
         require(self.semi_async_batches >= 1, "lag.semi_async_batches", self.semi_async_batches, "at least 1")
         require(self.straggler_wait_s >= 0, "lag.straggler_wait_s", self.straggler_wait_s, "at least 0")
         require(
-            self.straggler_policy in ("expire", "mask"), "lag.straggler_policy", self.straggler_policy, "expire or mask"
+            self.straggler_policy in ("expire", "mask", "partial"),
+            "lag.straggler_policy",
+            self.straggler_policy,
+            "expire, mask or partial",
         )
         require(self.ticket_timeout_s >= 0, "lag.ticket_timeout_s", self.ticket_timeout_s, "at least 0; 0 for never")
         require(self.slack_groups >= 0, "lag.slack_groups", self.slack_groups, "at least 0")

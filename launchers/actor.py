@@ -5,6 +5,10 @@ import socket
 from absl import flags as absl_flags
 
 from asyncrl_jax import flags
+from asyncrl_jax.actor.watchdog import Watchdog
+from asyncrl_jax.transport.connection import connect
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.steering import Steering
 
 from . import role
 
@@ -18,7 +22,10 @@ def main() -> int:
     given = role.start()
     from asyncrl_jax.actor.loop import run_actor  # imports the engine: only after the flags are known to be right
 
-    return run_actor(given.config, given.run_dir, given.password, _ACTOR_ID.value, given.stop)
+    settings = given.config
+    steering = Steering(connect(settings.redis, given.password), Keys(settings.redis.namespace))
+    with Watchdog(steering, _ACTOR_ID.value, settings.actor.heartbeat_s):
+        return run_actor(settings, given.run_dir, given.password, _ACTOR_ID.value, given.stop)
 
 
 def run() -> None:

@@ -30,6 +30,7 @@ from asyncrl_jax.actor.pulse import Pulse
 from asyncrl_jax.actor.refresh import Loader, Refresher
 from asyncrl_jax.actor.sampler import Sampler
 from asyncrl_jax.actor.services import Services
+from asyncrl_jax.actor.tally import Tally, WatchedEngine
 from asyncrl_jax.config import Config
 from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.transport.codec import Limits
@@ -38,6 +39,7 @@ from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.groups import GroupWriter
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.payloads import PayloadStore
+from asyncrl_jax.transport.steering import Steering
 from asyncrl_jax.transport.tasks import TaskStream
 
 log = logging.getLogger(__name__)
@@ -87,8 +89,9 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             poll_interval_s=config.weights.poll_interval_s,
             max_behind=config.effective_lag.actor_updates,
         )
+        tally, watched = Tally(actor_id), WatchedEngine(engine)
         sampler = Sampler(
-            engine,
+            watched,
             refresher,
             TaskStream(redis, keys, actor_id, config.redis),
             GroupWriter(redis, keys, config.redis, Limits.from_config(config), payloads),
@@ -98,6 +101,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             num_slots=config.actor.slots,
             group_size=config.learner.group_size,
             max_attempts=config.actor.max_attempts,
+            tally=tally,
         )
         evaluator = Evaluator(
             evaluation_engine,
@@ -109,7 +113,19 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             temperature=config.actor.temperature,
             max_attempts=config.actor.max_attempts,
         )
-        pulse = Pulse(actor_id, config.actor, control, metrics, engine, refresher, sampler, evaluator)
+        pulse = Pulse(
+            actor_id,
+            config.actor,
+            control,
+            metrics,
+            engine,
+            refresher,
+            sampler,
+            evaluator,
+            Steering(redis, keys),
+            tally,
+            watched,
+        )
         await _first_to_end(
             {
                 "engine": engine.run(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from typing import Any
 
@@ -11,13 +12,17 @@ from asyncrl_jax.actor.engines.base import Engine, EngineCounters
 from asyncrl_jax.actor.evaluator import Evaluator
 from asyncrl_jax.actor.refresh import Refresher
 from asyncrl_jax.actor.sampler import Sampler
+from asyncrl_jax.actor.tally import Tally, WatchedEngine
 from asyncrl_jax.config import ActorConfig
 from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.transport.control import Control
+from asyncrl_jax.transport.steering import ActorOrder, Steering
+
+log = logging.getLogger(__name__)
 
 
 class Pulse:
-    """Once every `heartbeat_s`: tells the run how this host is, and holds its tickets.
+    """Once every `heartbeat_s`: tells the run how this host is and what it saw, holds its tickets, hears its orders.
 
     Invariant: it beats only while the event loop turns, so an actor that hangs is seen to be dead.
     """
@@ -32,6 +37,9 @@ class Pulse:
         refresher: Refresher,
         sampler: Sampler,
         evaluator: Evaluator,
+        steering: Steering,
+        tally: Tally,
+        watched: WatchedEngine,
     ) -> None:
         self._actor_id = actor_id
         self._config = config
@@ -41,6 +49,10 @@ class Pulse:
         self._refresher = refresher
         self._sampler = sampler
         self._evaluator = evaluator
+        self._steering = steering
+        self._tally = tally
+        self._watched = watched
+        self._loop_lag_s = 0.0  # how late the event loop woke this up, lately
         self._before = (time.monotonic(), EngineCounters())
 
     async def run(self) -> None:
@@ -53,7 +65,23 @@ class Pulse:
             if self._refresher.version is not None:
                 self._metrics.write(self._refresher.version.update, values)
             await self._sampler.keep_alive()
+            await self._exchange()
+            due = time.monotonic() + self._config.heartbeat_s
             await asyncio.sleep(self._config.heartbeat_s)
+            self._loop_lag_s = max(time.monotonic() - due, 0.8 * self._loop_lag_s)
+
+    async def _exchange(self) -> None:
+        """Tells what was seen, and takes up what is ordered."""
+        record = self._tally.take()
+        if record is not None:
+            await asyncio.to_thread(self._steering.observe, record)
+        directives = await asyncio.to_thread(self._steering.directives)
+        order = directives.actors.get(self._actor_id, ActorOrder())
+        if order != self._sampler.order:
+            log.warning("ordered: %s", order)
+            self._sampler.order = order
+        if self._sampler.tickets:
+            self._sampler.cut(await asyncio.to_thread(self._steering.cut_among, self._sampler.tickets))
 
     def _values(self) -> dict[str, Any]:
         """The state of the host; rates are since the last beat, counts since the process started."""
@@ -72,6 +100,9 @@ class Pulse:
             "busy": (counters.num_fed_tokens - before.num_fed_tokens) / slot_steps,
             "running": self._sampler.num_episodes,
             "evaluating": self._evaluator.num_running,
+            "generating": self._watched.num_generating,
+            "drained": self._sampler.drained,
+            "loop_lag_s": self._loop_lag_s,
             "paused_s": 0.0 if paused_since is None else time.time() - paused_since,
             "tokens_sampled": counters.num_sampled_tokens,
             "weights_loaded": counters.num_loads,

@@ -121,12 +121,14 @@ class Refresher:
     async def until_serves(self, ticket: Ticket) -> None:
         """Waits for weights that the ticket may be sampled with; whoever settles the ticket cancels the wait."""
         started_at = time.monotonic()
+        told = False
         async with self._loaded:
             while not self.serves(ticket):
                 try:
                     async with asyncio.timeout(_PATIENCE_S):
                         await self._loaded.wait()
                 except TimeoutError:
+                    told = True
                     log.warning(
                         "ticket %s has waited %.0f s for weights of update %d on line %d; loaded is %s",
                         ticket.ticket_id,
@@ -135,6 +137,9 @@ class Refresher:
                         ticket.line,
                         self.version,
                     )
+
+        if told:
+            log.warning("ticket %s goes on after %.0f s", ticket.ticket_id, time.monotonic() - started_at)
 
     async def until_loaded(self) -> None:
         """Waits for the first weights: the learner may still be warming up."""

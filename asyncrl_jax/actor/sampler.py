@@ -6,20 +6,28 @@ import asyncio
 import collections
 import dataclasses
 import logging
+from collections.abc import Collection
+from typing import Any
 
 from asyncrl_jax.actor.engines.base import Engine
 from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.actor.refresh import Refresher
+from asyncrl_jax.actor.tally import Tally
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.transport.codec import InvalidGroup
 from asyncrl_jax.transport.groups import GroupWriter
+from asyncrl_jax.transport.steering import ActorOrder
 from asyncrl_jax.transport.tasks import Delivery, TaskStream
 from asyncrl_jax.types import Group, Ticket, Trajectory
 
 log = logging.getLogger(__name__)
 
 _CLAIM_BLOCK_MS = 100
+_ORDERED_S = 0.1  # between looks while the orchestrator lets nothing be claimed
+_LEAST_MEMBERS = 2  # of a partial group: advantages compare members
+RETRY_SHARE = 0.2  # of the episodes that may be tried again, beside `RETRY_BURST` at once
+RETRY_BURST = 32.0
 
 
 @dataclasses.dataclass
@@ -30,6 +38,8 @@ class SamplerCounters:
     groups_wasted: int = 0  # came after their ticket was settled, or queued by someone else
     tickets_failed: int = 0
     tickets_cancelled: int = 0  # settled or claimed by someone else while they were being sampled
+    groups_partial: int = 0  # submitted without members that came too late
+    retries_refused: int = 0  # the budget for second attempts was used up
     episodes_failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by stage
 
 
@@ -55,9 +65,14 @@ class Sampler:
         num_slots: int,
         group_size: int,
         max_attempts: int,
+        tally: Tally,
     ) -> None:
         """Args: group_size: expected, to claim no more than the slots hold; each ticket states its own."""
         self.counters = SamplerCounters()
+        self.order = ActorOrder()  # of the orchestrator, as of the last heartbeat
+        self._tally = tally
+        self._retries = RETRY_BURST  # that may be made now
+        self._cut: dict[str, asyncio.Event] = {}  # set when the members under way are no longer waited for
         self._engine = engine
         self._refresher = refresher
         self._tasks = tasks
@@ -88,7 +103,10 @@ class Sampler:
                         self._room.clear()
                         await self._room.wait()
                         continue
-                    count = max(1, free // self._group_size)
+                    if self.order.pause or self.order.drain or (self.order.probe and self._playing):
+                        await asyncio.sleep(_ORDERED_S)
+                        continue
+                    count = 1 if self.order.probe else max(1, free // self._group_size)
                     for delivery in await asyncio.to_thread(self._tasks.claim, count, _CLAIM_BLOCK_MS):
                         self._unfinished[delivery.ticket.ticket_id] = delivery.ticket.group_size
                         task = serving.create_task(self._serve(delivery), name=f"ticket {delivery.ticket.ticket_id}")
@@ -97,6 +115,22 @@ class Sampler:
             held = [delivery for delivery, _ in self._playing.values()]
             self._playing.clear()
             await asyncio.to_thread(lambda: [self._tasks.release(delivery) for delivery in held])
+
+    @property
+    def drained(self) -> bool:
+        """Whether it was told to drain and nothing is left."""
+        return self.order.drain and not self._playing
+
+    @property
+    def tickets(self) -> list[str]:
+        """Ids of the tickets being played."""
+        return list(self._playing)
+
+    def cut(self, ticket_ids: Collection[str]) -> None:
+        """Waits no longer for members of these tickets: what is there is submitted as a partial group."""
+        for ticket_id in ticket_ids:
+            if ticket_id in self._cut:
+                self._cut[ticket_id].set()
 
     async def keep_alive(self) -> None:
         """Holds the tickets being played, and cancels those that are no longer this host's."""
@@ -115,7 +149,10 @@ class Sampler:
             await self._refresher.until_serves(ticket)
             trajectories = await self._play(ticket)
             self._playing.pop(ticket.ticket_id)
-            group = Group(ticket=ticket, trajectories=trajectories, actor_id=self._actor_id)
+            partial = len(trajectories) < ticket.group_size
+            self._tally.group(ticket, trajectories)
+            group = Group(ticket=ticket, trajectories=trajectories, actor_id=self._actor_id, partial=partial)
+            self.counters.groups_partial += partial
             if await asyncio.to_thread(self._writer.submit, delivery, group):
                 self.counters.groups_submitted += 1
             else:
@@ -123,6 +160,8 @@ class Sampler:
         except (EpisodeFailed, InvalidGroup) as error:
             self._playing.pop(ticket.ticket_id, None)
             self.counters.tickets_failed += 1
+            if isinstance(error, InvalidGroup):
+                self._tally.own_fault(error)
             log.error("ticket %s failed: %s", ticket.ticket_id, error)
             await asyncio.to_thread(self._tasks.fail, delivery, str(error))
         finally:
@@ -130,17 +169,30 @@ class Sampler:
             self._room.set()
 
     async def _play(self, ticket: Ticket) -> tuple[Trajectory, ...]:
-        """All members of the group, in order.
+        """All members of the group, in order; fewer once `cut` has named the ticket.
 
         Raises:
           EpisodeFailed: if a member failed `max_attempts` times; the others are cancelled.
         """
         members = [asyncio.create_task(self._play_member(ticket, i)) for i in range(ticket.group_size)]
+        everyone: asyncio.Future[Any] = asyncio.gather(*members)
+        cut = self._cut[ticket.ticket_id] = asyncio.Event()
+        cutting: asyncio.Future[Any] = asyncio.create_task(cut.wait())
         try:
-            return tuple(await asyncio.gather(*members))
+            await asyncio.wait({everyone, cutting}, return_when=asyncio.FIRST_COMPLETED)
+            if everyone.done():
+                return tuple(everyone.result())
+            there = tuple(member.result() for member in members if member.done() and not member.exception())
+            if len(there) >= _LEAST_MEMBERS:
+                log.warning("ticket %s: %d of %d members in time", ticket.ticket_id, len(there), ticket.group_size)
+                return there
+            raise EpisodeFailed("cut", f"only {len(there)} of {ticket.group_size} members in time")
         finally:
+            del self._cut[ticket.ticket_id]
             for member in members:
                 member.cancel()
+            cutting.cancel()
+            everyone.cancel()
 
     async def _play_member(self, ticket: Ticket, member: int) -> Trajectory:
         try:
@@ -150,7 +202,16 @@ class Sampler:
                 self._unfinished[ticket.ticket_id] -= 1
                 self._room.set()
 
+    def _may_retry(self) -> bool:
+        """Takes one second attempt from the budget, if it has one: retries must not double the load of what fails."""
+        if self._retries < 1:
+            self.counters.retries_refused += 1
+            return False
+        self._retries -= 1
+        return True
+
     async def _attempt(self, ticket: Ticket, member: int) -> Trajectory:
+        self._retries = min(self._retries + RETRY_SHARE, RETRY_BURST)
         for attempt in range(1, self._max_attempts + 1):
             try:
                 return await run_episode(
@@ -163,7 +224,8 @@ class Sampler:
                 )
             except EpisodeFailed as error:
                 self.counters.episodes_failed[error.stage] += 1
+                self._tally.fault(ticket.task.environment, error)
                 log.warning("ticket %s, member %d, attempt %d: %s", ticket.ticket_id, member, attempt, error)
-                if attempt == self._max_attempts:
+                if attempt == self._max_attempts or not self._may_retry():
                     raise
         raise AssertionError("max_attempts is at least 1")

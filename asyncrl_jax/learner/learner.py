@@ -28,6 +28,7 @@ from asyncrl_jax.types import LearnerState, Line, WeightVersion
 from .advantages import group_advantages
 from .checkpoint import Checkpoints
 from .intake import Intake
+from .lag_worth import LagWorth
 from .packing import groups_for_update
 from .pool import Drawn, Moment, Pool, PooledGroup, bucket_of
 from .progress import lag_statistics
@@ -85,8 +86,10 @@ class Learner:
         self.forgotten: set[str] = set()  # tickets that the learner will settle and Redis lost with its data
         self.undone: set[str] = set()  # tickets trained on an abandoned line and not on this one
         self.settled: set[str] = set()  # tickets settled by a checkpoint that is no more, trained on once again
+        self.cut: set[str] = set()  # tickets whose late members were given up
         self.update_s = 0.0  # seconds between updates, smoothed
         self.starved_s = 0.0  # the last update's wait for a pool with enough groups
+        self.lag_worth = LagWorth()
         self.idle_share = 0.0  # of the time between updates, smoothed
         self.steering = Steering(redis, keys)
         self.directives = Directives()  # as of the last look
@@ -154,6 +157,7 @@ class Learner:
         ]
         self.trainer.lr_scale = lr_scale
         values = self.trainer.update([pooled.group for pooled in batch], lags, masks, seed, self.update, weights)
+        self.lag_worth.add(values)
         values |= self._count(batch, lags, masks, values) | {"draw_weight_max": max(weights)}
         tickets = tuple(pooled.ticket_id for pooled in batch)
         self.batches.append(TrainedBatch(self.line, self.update, seed, tickets, tuple(weights), lr_scale))
@@ -374,6 +378,8 @@ class Learner:
             "warm_start_accuracy": self.trainer.warm_start_accuracy,
             "update_s": self.update_s,
             "idle_share": self.idle_share,
+            "clip_fraction": self.lag_worth.clip_fraction,
+            "by_lag": self.lag_worth.by_lag(),
             "groups_by_bucket": dict(progress.groups_by_bucket),
             "service_s": self.intake.service_s,
             "queue_depth": len(self.pool),

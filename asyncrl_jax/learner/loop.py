@@ -33,6 +33,7 @@ from .trainer import StopRequested
 log = logging.getLogger(__name__)
 
 READ_BLOCK_MS = 50
+PARTIAL_BEATS = 3  # heartbeats that actors have to send what is there of a late group
 NAMED_WAIT_S = 5.0  # a wait longer than this says what it waits for
 
 
@@ -128,7 +129,10 @@ def _collect(learner: Learner) -> list[Drawn] | None:
             late = _stragglers(learner)
             if waited_for_stragglers_since is None:
                 waited_for_stragglers_since = now
-            if not late or now - waited_for_stragglers_since >= learner.lag.straggler_wait_s:
+            waited_s = now - waited_for_stragglers_since
+            if not late or waited_s >= _patience_s(learner, late, waited_s):
+                if told_at != since:
+                    log.warning("update %d goes on after %.1f s", learner.update, now - since)
                 learner.starved_s = starved_until - since
                 learner.progress.starved_s += learner.starved_s
                 return learner.draw()
@@ -142,6 +146,19 @@ def _collect(learner: Learner) -> list[Drawn] | None:
             told_at = now
             _fail_lost(learner)
     return None
+
+
+def _patience_s(learner: Learner, late: set[str], waited_s: float) -> float:
+    """How long running tickets are waited for. Policy "partial": once that is over, their late members are given up,
+    and the others have a moment to arrive."""
+    wait_s = learner.lag.straggler_wait_s
+    if learner.lag.straggler_policy != "partial":
+        return wait_s
+    if waited_s >= wait_s and not late <= learner.cut:
+        log.warning("tickets %s wait no longer for late members", sorted(late - learner.cut)[:8])
+        learner.cut |= late
+        learner.steering.cut(late)
+    return wait_s + PARTIAL_BEATS * learner.config.actor.heartbeat_s
 
 
 def _stragglers(learner: Learner) -> set[str]:

@@ -19,6 +19,7 @@ from asyncrl_jax.config_learner import LearnerConfig, ObjectiveConfig
 from asyncrl_jax.learner import kl, policy_losses
 from asyncrl_jax.learner.aggregation import token_weights, weighted_sum
 from asyncrl_jax.learner.importance import ImportanceWeights, importance_weights, interpolated_proximal
+from asyncrl_jax.learner.lag_worth import NUM_LAGS, sums_by_lag
 from asyncrl_jax.learner.values import value_terms
 
 
@@ -73,6 +74,7 @@ class Sums(NamedTuple):
     gap_lag0: jax.Array  # |target − behaviour| log-prob over tokens of lag 0
     tokens_lag0: jax.Array
     lag: jax.Array
+    by_lag: jax.Array  # [4, W], see lag_worth.py
 
 
 def step_loss(
@@ -114,7 +116,8 @@ def step_loss(
         )
         value_loss = weighted_sum(of_values, weights)
         loss += config.critic.coefficient * value_loss
-    parts = Sums(policy_loss, kl_loss, entropy_bonus, value_loss, *[zero] * 10)
+    parts = Sums(policy_loss, kl_loss, entropy_bonus, value_loss, *[zero] * 11)
+    parts = parts._replace(by_lag=jnp.zeros((4, NUM_LAGS)))
     sums, ratio_max = _measured(parts, tokens, terms, importance)
     return loss, (sums, ratio_max)
 
@@ -195,5 +198,6 @@ def _measured(
         gap_lag0=total(jnp.abs(tokens.target - tokens.behaviour), lag0),
         tokens_lag0=jnp.sum(lag0, dtype=jnp.float32),
         lag=total(tokens.token_lag),
+        by_lag=sums_by_lag(ratio, tokens.token_lag, mask),
     )
     return sums, jnp.max(jnp.where(mask, ratio, 0.0))

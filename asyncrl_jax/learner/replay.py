@@ -86,7 +86,7 @@ def replay(config: Config, run_dir: Path, num_updates: int | None = None) -> Rep
     staleness = Staleness(
         recorded | on_disk,
         lines,
-        config.effective_lag.token_updates,
+        config.most_token_updates,
         mask_over_age=config.lag.straggler_policy == "mask",
     )
     last = min(meta["update"], num_updates if num_updates is not None else meta["update"])

@@ -28,6 +28,7 @@ from asyncrl_jax.learner.aggregation import count_sequences, whiten
 from asyncrl_jax.learner.balance import balance_loss
 from asyncrl_jax.learner.compiled import CompiledStep
 from asyncrl_jax.learner.forward import Forward, forward_on
+from asyncrl_jax.learner.lag_worth import NUM_LAGS, metrics_by_lag
 from asyncrl_jax.learner.objective import Counts, CriticTokens, Sums, Tokens, step_loss
 from asyncrl_jax.learner.optimizer import lag_response
 from asyncrl_jax.learner.packing import PackedUpdate
@@ -181,7 +182,8 @@ class _Step:
             return *jax.tree.map(jnp.add, tuple(totals), (loss, grads, sums)), jnp.maximum(largest, ratio_max)
 
         zero = jnp.zeros(())
-        zeros = (zero, jax.tree.map(jnp.zeros_like, trained), Sums(*[zero] * len(Sums._fields)), zero)
+        zero_sums = Sums(*[zero] * len(Sums._fields))._replace(by_lag=jnp.zeros((4, NUM_LAGS)))
+        zeros = (zero, jax.tree.map(jnp.zeros_like, trained), zero_sums, zero)
         return jax.lax.fori_loop(0, packed.num_microbatches, add, zeros)
 
 
@@ -217,6 +219,7 @@ def _policy_metrics(config: LearnerConfig, sums: Sums, frozen: _Frozen, counts: 
         "lag_mean": sums.lag / count,
         "tokens": counts.num_tokens,
         "sequences": counts.num_sequences,
+        **metrics_by_lag(sums.by_lag),
     }
     if config.kl.coefficient:
         metrics |= {"kl": sums.kl / count, "kl_coefficient": frozen.kl_coefficient}
@@ -252,7 +255,8 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
       weight_bounded_fraction (with importance weights), value_loss (with a critic), lag_mean (updates), tokens,
       sequences, tokens_lag0, logprob_gap_lag0 (mean |target − behaviour| log-prob of the tokens that these very weights
       sampled: below 1e-5 when sampler and trainer agree), grad_norm (before clipping), learning_rate, skipped (1 when
-      the update was not applied), dead_experts (over all layers), expert_load_{max,min,max_over_min}/layer_<i>.
+      the update was not applied), lag_{tokens,ess,kl}/<lag> (of tokens that old, see lag_worth.py), dead_experts (over
+      all layers), expert_load_{max,min,max_over_min}/layer_<i>.
     """
     learner = config.learner
     passes = _Step(config, forward_on(config, mesh))

@@ -274,7 +274,7 @@ def _lag_problems(config: Config, evidence: Evidence) -> list[str]:
     if over := sum(count for lag, count in counted.items() if lag > bound):
         problems.append(f"{over} trained tokens were older than {bound} updates, by the learner's count")
     # Under policy "mask" over-age tokens stay in the archive and out of the loss.
-    if config.lag.straggler_policy == "expire" and (over := _over_age(evidence, bound)):
+    if config.lag.straggler_policy != "mask" and (over := _over_age(evidence, bound)):
         problems.append(f"{over} archived tokens were older than their tickets allow when they were trained on")
     return problems
 

@@ -207,6 +207,11 @@ class Keys:
         return self._name("decisions")
 
     @property
+    def cuts(self) -> str:
+        """Set: tickets whose late members are no longer waited for."""
+        return self._name("cuts")
+
+    @property
     def observations(self) -> str:
         """Stream: what actors saw, until the orchestrator has folded it."""
         return self._name("observations")

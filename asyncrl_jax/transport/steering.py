@@ -17,7 +17,7 @@ import dataclasses
 import json
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 # Statistics, not data: without an orchestrator to fold them the oldest are dropped.
 MOST_OBSERVATIONS = 20_000
+_CUTS_KEPT_S = 3600  # after the last one; a ticket that was cut is long gone by then
 LONGEST_OBSERVATION = 64 * 2**10  # characters
 
 # KEYS: state, directives, decisions, observations. ARGV: id of this commit, directives or '', id of the last
@@ -219,6 +220,21 @@ class Steering:
         entries = self._redis.xrange(self._keys.observations, count=count)
         records = [parse(fields.get(b"record"), "an observation") for _, fields in entries]
         return [r for r in records if isinstance(r, dict)], entries[-1][0].decode() if entries else ""
+
+    # --- Partial groups ---
+
+    def cut(self, ticket_ids: Collection[str]) -> None:
+        """Asks actors to wait no longer for late members of these tickets."""
+        if ticket_ids:
+            self._redis.sadd(self._keys.cuts, *ticket_ids)
+            self._redis.expire(self._keys.cuts, _CUTS_KEPT_S)
+
+    def cut_among(self, ticket_ids: Sequence[str]) -> list[str]:
+        """Those of these tickets whose late members are no longer waited for."""
+        if not ticket_ids:
+            return []
+        named = self._redis.smismember(self._keys.cuts, ticket_ids)
+        return [ticket_id for ticket_id, cut in zip(ticket_ids, named, strict=True) if cut]
 
 
 def parse(value: bytes | None, what: str) -> Any:

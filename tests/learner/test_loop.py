@@ -239,9 +239,9 @@ def test_a_group_too_old_for_its_next_use_is_trained_and_one_never_used_is_expir
         def grow_old():
             wait_for(arrived)
             uses.update({pooled.ticket_id: pooled.uses for pooled in learner.pool.all()})
-            bound, learner.staleness.bound = learner.staleness.bound, -1
+            most, learner.staleness._most = learner.staleness._most, -1
             expire(learner)
-            learner.staleness.bound = bound
+            learner.staleness._most = most
             state = run.control.learner()
             assert (state.unsettled_tickets, state.unsettled_uses) == (3, 6)  # one use made and one forfeited by each
 

@@ -1,0 +1,134 @@
+"""What an actor saw, summed between two heartbeats: how groups look, and what failed where.
+
+The orchestrator folds the sums of all actors into its policies (`orchestrator/round.py` reads what `take` gives).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl_jax.actor.engines.base import Completion, Engine, Session
+from asyncrl_jax.actor.episode import EpisodeFailed
+from asyncrl_jax.types import Ticket, Trajectory
+from asyncrl_jax.weights.manifest import Manifest
+
+# What a bad task, a bad reward or a bug raises. Anything else (no answer, no connection, no memory) is the
+# infrastructure's, and another try may go well.
+_OF_THE_DATA = (ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError)
+
+
+class Tally:
+    """Sums since the last `take`."""
+
+    def __init__(self, actor_id: str):
+        self._actor_id = actor_id
+        self._buckets: dict[str, dict[str, float]] = {}
+        self._targets: dict[str, dict[str, Any]] = {}
+
+    def group(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> None:
+        """Counts a group that was sampled whole, whatever becomes of it later."""
+        environment = ticket.task.environment
+        sums = self._buckets.setdefault(f"{environment}/{ticket.task.level}", collections.defaultdict(float))
+        rewards = np.array([trajectory.reward for trajectory in trajectories], np.float64)
+        sums["groups"] += 1
+        sums["episodes"] += len(trajectories)
+        sums["reward"] += float(rewards.sum())
+        sums["reward_squared"] += float(np.square(rewards).sum())
+        sums["group_variance"] += float(rewards.var())
+        for trajectory in trajectories:
+            sampled = trajectory.loss_mask.astype(bool)
+            sums["successes"] += int(trajectory.success)
+            sums["tokens"] += int(sampled.sum())
+            sums["repetition"] += repetition(trajectory.tokens[sampled])
+            sums["surprisal"] -= float(trajectory.behaviour_logprobs[sampled].sum())
+        seconds = sum(trajectory.sampling_ended_at - trajectory.sampling_started_at for trajectory in trajectories)
+        for target in (f"environment:{environment}", f"reward:{environment}", f"actor:{self._actor_id}"):
+            tally = self._target(target)
+            tally["successes"] += len(trajectories)
+            tally["seconds"] += seconds
+
+    def fault(self, environment: str, error: EpisodeFailed) -> None:
+        """Counts an episode that failed, by where it did and with what."""
+        kind, _, tool = error.stage.partition(":")
+        target = {"score": f"reward:{environment}", "tool": f"tool:{environment}/{tool}"}.get(
+            kind, f"environment:{environment}"
+        )
+        cause = error.__cause__
+        faults = self._target(target)["data" if isinstance(cause, _OF_THE_DATA) else "infrastructure"]
+        faults[f"{error.stage}/{type(cause).__name__}"] += 1
+
+    def own_fault(self, error: Exception) -> None:
+        """Counts a fault of this actor: it made something that cannot be sent."""
+        self._target(f"actor:{self._actor_id}")["infrastructure"][type(error).__name__] += 1
+
+    def take(self) -> Mapping[str, Any] | None:
+        """The sums, which start anew; None when nothing happened."""
+        if not self._buckets and not self._targets:
+            return None
+        record = {"actor": self._actor_id, "buckets": self._buckets, "targets": self._targets}
+        self._buckets, self._targets = {}, {}
+        return record
+
+    def _target(self, name: str) -> dict[str, Any]:
+        empty = {
+            "successes": 0,
+            "seconds": 0.0,
+            "infrastructure": collections.Counter(),
+            "data": collections.Counter(),
+        }
+        return self._targets.setdefault(name, empty)
+
+
+def repetition(tokens_T: np.ndarray) -> float:
+    """Share of the pairs of neighbouring tokens that were there before: 0 without repetition, near 1 for a loop."""
+    if len(tokens_T) < 2:
+        return 0.0
+    pairs = tokens_T[:-1].astype(np.int64) << 32 | tokens_T[1:].astype(np.int64)
+    return 1.0 - len(np.unique(pairs)) / len(pairs)
+
+
+class WatchedEngine:
+    """An engine that knows how many sessions wait for tokens: the sign of work by which a standstill is known."""
+
+    def __init__(self, engine: Engine):
+        self.num_generating = 0
+        self._engine = engine
+
+    @property
+    def version(self) -> int | None:
+        return self._engine.version
+
+    async def open(self, seed: int, temperature: float) -> Session:
+        return _WatchedSession(self, await self._engine.open(seed, temperature))
+
+    async def load(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> None:
+        await self._engine.load(manifest, tensors)
+
+    def pause(self) -> None:
+        self._engine.pause()
+
+    def resume(self) -> None:
+        self._engine.resume()
+
+    async def run(self) -> None:
+        await self._engine.run()
+
+
+class _WatchedSession:
+    def __init__(self, engine: WatchedEngine, session: Session):
+        self._engine = engine
+        self._session = session
+
+    async def generate(self, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int) -> Completion:
+        self._engine.num_generating += 1
+        try:
+            return await self._session.generate(new_tokens, stop_tokens, max_tokens)
+        finally:
+            self._engine.num_generating -= 1
+
+    def close(self) -> None:
+        self._session.close()
