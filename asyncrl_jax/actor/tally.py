@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_jax.actor.engines.base import Completion, Engine, Session
+from asyncrl_jax.actor.engines.base import Completion, Engine, EngineCounters, Session
 from asyncrl_jax.actor.episode import EpisodeFailed
-from asyncrl_jax.types import Ticket, Trajectory
-from asyncrl_jax.weights.manifest import Manifest
+from asyncrl_jax.types import Ticket, Trajectory, WeightVersion
 
 # What a bad task, a bad reward or a bug raises. Anything else (no answer, no connection, no memory) is the
 # infrastructure's, and another try may go well.
@@ -102,17 +101,29 @@ class WatchedEngine:
     def version(self) -> int | None:
         return self._engine.version
 
-    async def open(self, seed: int, temperature: float) -> Session:
-        return _WatchedSession(self, await self._engine.open(seed, temperature))
+    @property
+    def counters(self) -> EngineCounters:
+        return self._engine.counters
 
-    async def load(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> None:
-        await self._engine.load(manifest, tensors)
+    @property
+    def num_slots(self) -> int:
+        return self._engine.num_slots
 
-    def pause(self) -> None:
-        self._engine.pause()
+    @property
+    def num_busy_slots(self) -> int:
+        return self._engine.num_busy_slots
 
-    def resume(self) -> None:
-        self._engine.resume()
+    async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> Session:
+        return _WatchedSession(self, await self._engine.open(seed, temperature, routed_experts=routed_experts))
+
+    async def load(self, directory: str, version: WeightVersion) -> None:
+        await self._engine.load(directory, version)
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
 
     async def run(self) -> None:
         await self._engine.run()

@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -118,6 +119,7 @@ class Orchestrator:
         self._plan: rounds.Plan | None = None
         self._states = rounds.initial_states(config)
         self._quotas: dict[str, watermark.Quota] = {}
+        self._issued: collections.Counter[str] = collections.Counter()  # groups by bucket, of the whole run
         self._probes_left: int | None = None
         self._expired_upto: tuple[int, int] | None = None
         self._epoch: int | None = None
@@ -178,7 +180,7 @@ class Orchestrator:
         self._round_at = started
         states = memory.load(rounds.initial_states(self._config), self._steering.states())
         if self._plan is not None:  # spent since the last round
-            states = dataclasses.replace(states, quotas=self._quotas)
+            states = dataclasses.replace(states, quotas=self._quotas, issued=dict(self._issued))
         observations, folded = self._steering.observations()
         scene = self._scene(learner, tuple(observations))
         self._states, self._plan, decisions = rounds.decide(states, scene, self._config)
@@ -186,6 +188,7 @@ class Orchestrator:
         for decision in decisions:
             log.info("%s: %s %s, %s", decision.policy, decision.action, decision.subject, decision.reason)
         self._quotas = dict(self._plan.quotas)
+        self._issued = collections.Counter(self._states.issued)
         self._probes_left = self._plan.probe_groups
         self._confirm(self._plan.confirm)
         self._hold_versions()
@@ -289,6 +292,9 @@ class Orchestrator:
             ids = self._ledger.next_ticket_ids(decision.num_tickets)
             tickets = [self._ticket(ticket_id, learner.line, decision, plan) for ticket_id in ids]
             issued = self._ledger.issue([ticket for ticket in tickets if ticket is not None])
+            for ticket in tickets:
+                if ticket is not None:
+                    self._issued[curriculum.bucket_name(ticket.task.environment, ticket.task.level)] += 1
             if self._probes_left is not None:
                 self._probes_left -= issued
 

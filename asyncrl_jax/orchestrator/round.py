@@ -36,6 +36,7 @@ class States:
     drift: DriftState = DriftState()
     regression: RegressionState = RegressionState()
     quotas: Mapping[str, Quota] = dataclasses.field(default_factory=dict)
+    issued: Mapping[str, int] = dataclasses.field(default_factory=dict)  # groups, by bucket
     orders: Mapping[str, int] = dataclasses.field(default_factory=dict)  # replacements ordered, by actor
     marks: Mapping[str, str] = dataclasses.field(
         default_factory=dict
@@ -118,6 +119,7 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
         breaker=broken.state,
         drift=drifted.state,
         regression=judged.state,
+        issued=states.issued,
         quotas=watermark.refill(states.quotas, environments, scene.now, settings.watermark),
         orders=orders,
         marks=_marks(operator),

@@ -1,0 +1,220 @@
+"""What a human may ask of a run and set in it while it runs. Every change is a line in the decision log.
+
+status                             leader, progress, N, buckets, breakers, holds, actors, newest decisions
+set N=6 temperature=0.9 …          see `SETTINGS`; `NAME=auto` gives a setting back to the rules
+pause | resume                     issue nothing | go on, also after the run paused itself
+drain [ACTOR …]                    the whole run: finish what is outstanding, then stop; or these actors
+resume ACTOR …                     let drained actors claim again
+review                             buckets that are held for a human
+review release|hold BUCKET …       let a bucket be drawn again | take it out
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncrl_jax.config import Config
+from asyncrl_jax.orchestrator import memory
+from asyncrl_jax.orchestrator import round as rounds
+from asyncrl_jax.orchestrator.policies import curriculum
+from asyncrl_jax.transport.control import Control
+from asyncrl_jax.transport.ledger import Ledger
+from asyncrl_jax.transport.steering import Steering
+from asyncrl_jax.types import Decision
+
+AUTO = "auto"
+_SHOWN_DECISIONS = 12
+
+
+def _number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most:
+            raise ValueError(f"between {least:g} and {most:g}" if most < math.inf else f"at least {least:g}")
+        return value
+
+    return parse
+
+
+def _updates(text: str) -> int:
+    if not text.isdigit():
+        raise ValueError("a number of updates, 0 or more")
+    return int(text)
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+# Name, or its start up to the dot, to what its value must be.
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "N": _updates,  # bound on lag, in updates
+    "mode": _one_of("fresh", "normal"),  # "fresh": wait for fresh data
+    "temperature": _number(0.01, 10.0),  # of sampling
+    "learning_rate_scale": _number(0.0, 10.0),
+    "weight.": _number(0.0),  # weight.<bucket>
+    "breaker.": _one_of("open", "closed"),  # breaker.<target>
+    "archive_reset": _updates,  # expire untrained groups older than this many updates, once
+}
+
+
+def run_command(words: Sequence[str], config: Config, control: Control, ledger: Ledger, steering: Steering) -> str:
+    """Carries out one command line; returns what to print.
+
+    Raises:
+      ValueError: for a command or a value that is none; nothing was changed.
+    """
+    command, rest = (words[0], list(words[1:])) if words else ("status", [])
+    if command == "status" and not rest:
+        return status(config, control, ledger, steering)
+    if command == "review" and not rest:
+        return _held(config, steering) or "no bucket is held"
+    changes, reason = _changes(command, rest, config)
+    decision = Decision("operator", command, ", ".join(changes), reason)
+    changed = steering.operate(changes, decision)
+    return reason if changed else f"nothing to change: {reason}"
+
+
+def _changes(command: str, rest: list[str], config: Config) -> tuple[dict[str, Any], str]:
+    """(settings by name, in words)."""
+    once = uuid.uuid4().hex[:8]  # makes a setting that acts once differ from the one before
+    if command == "set" and rest:
+        return dict(_setting(word, config, once) for word in rest), " ".join(rest)
+    if command == "pause" and not rest:
+        return {"paused": True}, "nothing is issued until `resume`"
+    if command == "resume":
+        if rest:
+            return {f"drain.{actor}": None for actor in rest}, f"{', '.join(rest)} may claim again"
+        return {"paused": None, "draining": None, "resumed": once}, "tickets are issued again"
+    if command == "drain":
+        if rest:
+            return {f"drain.{actor}": True for actor in rest}, f"{', '.join(rest)} finish what they have"
+        return {"draining": True}, "what is outstanding is finished, then the run stops and can be resumed"
+    if command == "review" and len(rest) >= 2 and rest[0] in ("release", "hold"):
+        for bucket in rest[1:]:
+            _check_bucket(bucket, config)
+        value = f"released {once}" if rest[0] == "release" else f"held {once}"
+        return {f"review.{bucket}": value for bucket in rest[1:]}, f"{rest[0]} {', '.join(rest[1:])}"
+    usage = (__doc__ or "").split("\n\n", 1)[1].rstrip()
+    raise ValueError(f"{' '.join([command, *rest])!r} is no command. There are:\n{usage}")
+
+
+def _setting(word: str, config: Config, once: str) -> tuple[str, Any]:
+    name, given, text = word.partition("=")
+    known = next((key for key in SETTINGS if name == key or (key.endswith(".") and name.startswith(key))), None)
+    if not given or known is None:
+        raise ValueError(
+            f"{word!r}: settings are {', '.join(f'{key}…=' if key.endswith('.') else f'{key}=' for key in SETTINGS)}"
+        )
+    if name.startswith("weight."):
+        _check_bucket(name.removeprefix("weight."), config)
+    if text == AUTO:
+        return name, None
+    try:
+        value = SETTINGS[known](text)
+    except ValueError as error:
+        raise ValueError(f"{word!r}: {error}") from None
+    if name == "N":
+        _check_bound(value, config)
+    return name, {"updates": value, "once": once} if name == "archive_reset" else value
+
+
+def _check_bound(value: int, config: Config) -> None:
+    lag, most = config.effective_lag, config.most_token_updates
+    least = lag.actor_updates + config.learner.replay_ratio - 1
+    if config.mode != "async":
+        raise ValueError(f"N={value}: N belongs to the mode in mode {config.mode}")
+    if not least <= value <= most:
+        raise ValueError(
+            f"N={value}: between {least}, actor updates + replay ratio - 1, and {most}, "
+            "orchestrator.tuning.max_token_updates"
+        )
+
+
+def _check_bucket(bucket: str, config: Config) -> None:
+    buckets = rounds.base_weights(config, {})
+    if bucket not in buckets:
+        raise ValueError(f"{bucket!r} is no bucket; there are {', '.join(buckets)}")
+
+
+def status(config: Config, control: Control, ledger: Ledger, steering: Steering) -> str:
+    """The state of the run in lines of plain text."""
+    learner, beats = control.learner(), control.heartbeats()
+    states = memory.load(rounds.initial_states(config), steering.states())
+    directives, operator = steering.directives(), steering.operator()
+    counts = ledger.counts()
+    beat = next((b for (role, _), b in beats.items() if role == "learner"), {})
+    standbys = sum(role == "standby" for role, _ in beats)
+    lines = [
+        f"run        {control.phase()}{_paused(states, operator)}",
+        f"leader     {'beats' if ('orchestrator', '0') in beats else 'none'}, {standbys} standing by",
+        "learner    " + (f"update {learner.update} of line {learner.line}, {learner.phase}" if learner else "none yet"),
+        f"lag        N = {directives.token_updates}, {'fresh data only, ' if directives.fresh else ''}"
+        f"mean {beat.get('lag_mean', 0):.2f}, p95 {beat.get('lag_p95', 0):.0f}, max {beat.get('lag_max', 0):.0f}",
+        "ledger     " + ", ".join(f"{name} {count}" for name, count in counts.items() if count),
+    ]
+    lines += _buckets(states, beat)
+    lines += [
+        f"breaker    {target} is {found.phase}: {found.signature or 'probed'}"
+        for target, found in sorted(states.breaker.breakers.items())
+        if found.phase != "closed"
+    ]
+    lines += [line for line in [_held(config, steering)] if line]
+    lines += [_actor(name, b, directives) for (role, name), b in sorted(beats.items()) if role == "actor"]
+    lines += [f"set        {name} = {value}" for name, value in sorted(operator.items())]
+    lines += [
+        f"{time.strftime('%H:%M:%S', time.localtime(one.at))}   {one.decision.policy}: {one.decision.action} "
+        f"{one.decision.subject}, {one.decision.reason} {_figures(one.decision.numbers)}".rstrip()
+        for one in steering.newest_decisions(_SHOWN_DECISIONS)
+    ]
+    return "\n".join(lines)
+
+
+def _paused(states: rounds.States, operator: Mapping[str, Any]) -> str:
+    if states.halted:
+        return f", paused by {states.halted} until `asyncrl resume`"
+    if operator.get("draining"):
+        return ", draining"
+    return ", paused by hand" if operator.get("paused") else ""
+
+
+def _buckets(states: rounds.States, beat: Mapping[str, Any]) -> list[str]:
+    """Share issued and share trained of each bucket: where they part, long or failing tasks are starved."""
+    trained = beat.get("groups_by_bucket")
+    trained = trained if isinstance(trained, dict) else {}
+    issued = states.issued
+    all_issued, all_trained = max(sum(issued.values()), 1), max(sum(trained.values()), 1)
+    return [
+        f"bucket     {name}: success {bucket.success:.2f}, {issued.get(name, 0) / all_issued:.0%} of what was issued, "
+        f"{trained.get(name, 0) / all_trained:.0%} of what was trained"
+        for name, bucket in sorted(states.curriculum.buckets.items(), key=lambda item: curriculum.split_bucket(item[0]))
+    ]
+
+
+def _held(config: Config, steering: Steering) -> str:
+    states = memory.load(rounds.initial_states(config), steering.states())
+    return "\n".join(
+        f"review     {name}: {bucket.drift or 'held'}; asyncrl review release {name}"
+        for name, bucket in sorted(states.drift.buckets.items())
+        if bucket.held
+    )
+
+
+def _actor(name: str, beat: Mapping[str, Any], directives: Any) -> str:
+    order = directives.actors.get(name)
+    orders = [word for word in ("pause", "probe", "drain") if order is not None and getattr(order, word)]
+    state = "drained" if beat.get("drained") else f"{beat.get('running', 0)} episodes"
+    return f"actor      {name}: v{beat.get('version')}, {state}{', ordered: ' if orders else ''}{', '.join(orders)}"
+
+
+def _figures(numbers: Mapping[str, float]) -> str:
+    return f"({', '.join(f'{name} {value:.4g}' for name, value in numbers.items())})" if numbers else ""

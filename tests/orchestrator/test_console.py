@@ -1,0 +1,188 @@
+"""The operator's command line: what it sets is obeyed, logged, and refused with a way out when it is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl_jax.config import Config, LearnerConfig, override
+from asyncrl_jax.config_file import write_config
+from asyncrl_jax.orchestrator.console import run_command
+from asyncrl_jax.orchestrator.loop import Orchestrator
+from asyncrl_jax.types import LearnerState, Outcome, WeightVersion
+
+
+class Operated:
+    def __init__(self, space):
+        self.space = space
+        self.config = dataclasses.replace(
+            Config(), learner=LearnerConfig(groups_per_update=4, group_size=2, num_updates=50)
+        )
+        space.control.announce(WeightVersion(0, None, 0, 0, "0" * 32))
+        space.control.set_learner(LearnerState(0, 5, 0, "training"))
+
+    def __call__(self, line):
+        space = self.space
+        return run_command(line.split(), self.config, space.control, space.ledger, space.steering)
+
+    def tick(self):
+        return Orchestrator.on(self.space.client, self.space.keys, self.config, None).tick()
+
+    def tickets(self):
+        return [live.ticket for live in self.space.ledger.live().values()]
+
+    def last(self):
+        return self.space.steering.newest_decisions(1)[0].decision
+
+
+@pytest.fixture
+def asyncrl(space):
+    return Operated(space)
+
+
+def test_n_set_by_hand_is_in_the_next_tickets_and_in_the_log(asyncrl):
+    asyncrl.tick()
+    assert {ticket.deadline - ticket.min_update for ticket in asyncrl.tickets()} == {4}
+    asyncrl("set N=6")
+    assert (asyncrl.last().policy, asyncrl.last().action, asyncrl.last().reason) == ("operator", "set", "N=6")
+    asyncrl.space.control.set_learner(LearnerState(0, 9, 0, "training", 50, 50))
+    asyncrl.tick()
+    assert asyncrl.space.steering.directives().token_updates == 6
+    assert {t.deadline - t.min_update for t in asyncrl.tickets()} == {4, 6} or {
+        t.deadline - t.min_update for t in asyncrl.tickets()
+    } == {6}
+    assert (asyncrl.last().policy, asyncrl.last().subject) == ("lag", "N")
+    asyncrl("set N=auto")
+    asyncrl.tick()
+    assert asyncrl.space.steering.directives().token_updates == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("set N=99", "between 2"),
+        ("set N=many", "number of updates"),
+        ("set speed=1", "settings are N="),
+        ("set temperature=0", "between 0.01"),
+        ("set weight.chess/1=1", "there are arithmetic/1"),
+        ("set breaker.environment:arithmetic=ajar", "one of open, closed"),
+        ("review release chess/1", "no bucket"),
+        ("explode", "There are:"),
+        ("set", "There are:"),
+    ],
+)
+def test_a_mistake_changes_nothing_and_names_the_way_out(asyncrl, line, why):
+    with pytest.raises(ValueError, match=why):
+        asyncrl(line)
+    assert asyncrl.space.steering.operator() == {}
+    assert asyncrl.space.steering.num_decisions() == 0
+
+
+def test_pause_and_resume(asyncrl):
+    asyncrl("pause")
+    asyncrl.tick()
+    assert asyncrl.tickets() == []
+    assert "paused by hand" in asyncrl("status")
+    asyncrl("resume")
+    asyncrl.tick()
+    assert asyncrl.tickets()
+
+
+def test_temperature_weights_and_learning_rate(asyncrl):
+    asyncrl("set temperature=0.7 weight.arithmetic/1=0 weight.arithmetic/2=0 learning_rate_scale=0.5")
+    asyncrl.tick()
+    assert {(ticket.temperature, ticket.task.level) for ticket in asyncrl.tickets()} == {(0.7, 3)}
+    assert asyncrl.space.steering.directives().learning_rate_scale == 0.5
+
+
+def test_drain_of_an_actor_and_of_the_run(asyncrl):
+    asyncrl("drain actor-1")
+    asyncrl.tick()
+    assert asyncrl.space.steering.directives().actors["actor-1"].drain
+    asyncrl("resume actor-1")
+    asyncrl.tick()
+    assert "actor-1" not in asyncrl.space.steering.directives().actors
+    asyncrl("drain")
+    assert not asyncrl.tick()  # tickets are outstanding
+    asyncrl.space.ledger.settle_many(list(asyncrl.space.ledger.live()), outcome=Outcome.FAILED)
+    assert asyncrl.tick()
+    assert asyncrl.space.control.phase() == "stopping"
+
+
+def test_a_breaker_by_hand_and_a_review(asyncrl):
+    asyncrl("set breaker.environment:arithmetic=open")
+    asyncrl.tick()
+    assert asyncrl.tickets() == []
+    assert "breaker    environment:arithmetic is open" in asyncrl("status")
+    asyncrl("set breaker.environment:arithmetic=closed")
+    asyncrl("review hold arithmetic/3")
+    asyncrl.tick()
+    assert 3 not in {ticket.task.level for ticket in asyncrl.tickets()}
+    assert "arithmetic/3: by_hand" in asyncrl("review")
+    asyncrl("review release arithmetic/3")
+    asyncrl.tick()
+    assert asyncrl("review") == "no bucket is held"
+
+
+def test_archive_reset_acts_once(asyncrl):
+    asyncrl.tick()
+    issued = len(asyncrl.tickets())
+    asyncrl.space.control.set_learner(LearnerState(0, 7, 0, "training"))
+    asyncrl("set archive_reset=1")
+    asyncrl.tick()
+    assert asyncrl.space.steering.directives().expire_before == (0, 6)
+    assert asyncrl.space.ledger.counts()["expired"] == issued, "all were issued with weights of update 3 allowed"
+    asyncrl.space.control.set_learner(LearnerState(0, 8, 0, "training"))
+    asyncrl.tick()
+    assert asyncrl.space.steering.directives().expire_before == (0, 6)
+    actions = [one.decision.action for one in asyncrl.space.steering.decisions()]
+    assert actions.count("archive_reset") == 1
+
+
+def test_fresh_data_only(asyncrl):
+    asyncrl("set mode=fresh")
+    asyncrl.tick()
+    assert {(ticket.min_update, ticket.deadline) for ticket in asyncrl.tickets()} == {(5, 5)}
+    assert len(asyncrl.tickets()) == 4
+
+
+def test_garbage_in_the_steering_keys_ends_nothing(asyncrl):
+    client, keys = asyncrl.space.client, asyncrl.space.keys
+    client.set(keys.directives, b"\xff{")
+    client.hset(keys.operator, mapping={"N": "many", "paused": b"\x00", "temperature": '"hot"', "mode": "[1]"})
+    client.hset(keys.state, mapping={"breaker": '{"breakers": 7}', "lag": '"x"', "curriculum": b"\xfe"})
+    client.xadd(keys.observations, {"record": '{"buckets": {"x": {"what": 1}}}'})
+    client.xadd(keys.observations, {"other": b"\x00"})
+    client.xadd(keys.decisions, {"decision": "[]"})
+    client.hset(keys.heartbeats, mapping={"actor x": "nonsense", "odd": "{}"})
+    client.hset(keys.versions, "7", "{}")
+    client.hset(keys.evaluation_results, "e", '{"evaluation_id": 3}')
+    client.hset(keys.lines, "1", "null")
+    asyncrl.tick()
+    assert asyncrl.tickets()
+    assert "update 5" in asyncrl("status")
+
+
+def test_the_installed_command(asyncrl, server, tmp_path):
+    config = override(asyncrl.config, {"redis.url": server.url, "redis.namespace": asyncrl.space.keys.namespace})
+    password = tmp_path / "password"
+    password.write_text(server.password or "")
+    password.chmod(0o600)
+    if server.password:
+        config = override(config, {"redis.password_file": str(password)})
+    write_config(tmp_path / "config.json", config)
+
+    def call(*words):
+        command = [sys.executable, "-m", "asyncrl_jax.launchers.operate", f"--run_dir={tmp_path}", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    done = call("set", "N=5")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(asyncrl.space.client.hget(asyncrl.space.keys.operator, "N")) == 5
+    wrong = call("set", "N=1")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "between 2" in wrong.stderr
