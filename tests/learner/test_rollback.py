@@ -17,7 +17,7 @@ from asyncrl_jax.weights.read import describe, read
 
 from .run_fixture import Crash, ScriptedRun, crash_once, small_config
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_once")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compile_once")]
 
 
 def poison(learner, monkeypatch, at):
