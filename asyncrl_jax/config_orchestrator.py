@@ -195,6 +195,7 @@ class RegressionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OrchestratorConfig:
+    num_instances: int = setting(1, "orchestrators that the local launcher starts; one leads, the others stand by")
     lease_s: float = setting(2.0, "seconds a leader may be silent before a standby takes over")
     policy_interval_s: float = setting(1.0, "seconds between looks at everything but admission")
     decisions_kept: int = setting(1000, "newest decisions kept in Redis; older ones are in <run_dir>/decisions/")
@@ -206,6 +207,7 @@ class OrchestratorConfig:
     regression: RegressionConfig = branch(RegressionConfig)
 
     def __post_init__(self) -> None:
+        require(self.num_instances >= 1, "orchestrator.num_instances", self.num_instances, "at least 1")
         require(self.lease_s > 0, "orchestrator.lease_s", self.lease_s, "more than 0")
         require(self.policy_interval_s > 0, "orchestrator.policy_interval_s", self.policy_interval_s, "more than 0")
         require(self.decisions_kept >= 1, "orchestrator.decisions_kept", self.decisions_kept, "at least 1")

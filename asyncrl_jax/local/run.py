@@ -221,10 +221,12 @@ class LocalRun:
             command = role_command(role, self._run_dir / "config.json", *arguments)
             return Part(name, lambda: spawn(command, self._environment, path), path)
 
+        standbys = range(1, self._config.orchestrator.num_instances)
+        orchestrators = ["orchestrator", *(f"orchestrator-{index}" for index in standbys)]
         actors = [f"actor-{index}" for index in range(self._config.actor.num_hosts)]
         return [
             part("learner", "learner"),
-            part("orchestrator", "orchestrator"),
+            *(part(name, "orchestrator") for name in orchestrators),
             *(part(name, "actor", f"--actor_id={name}") for name in actors),
         ]
 
