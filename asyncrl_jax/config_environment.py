@@ -11,13 +11,14 @@ from asyncrl_jax.config_leaf import require, setting
 class EnvironmentConfig:
     name: str = setting(
         "arithmetic",
-        "what makes and scores tasks: arithmetic, code, math:<file>, reasoning_gym:<data set>, function:<module>:<name>, "
-        "agent:<module>:<name> or gymnasium:<id>",
+        "what makes and scores tasks: arithmetic, code, math:<file>, reasoning_gym:<data set>, "
+        "function:<module>:<name>, agent:<module>:<name> or gymnasium:<id>",
     )
     tokenizer: str = setting("byte", "of environments that speak text: byte, or a directory with an instruct model's")
     level_weights: tuple[float, ...] = setting((1.0, 1.0, 1.0), "share of training tasks of each level, level 1 first")
     demonstrated_levels: tuple[int, ...] = setting((1, 2), "levels that warm-start demonstrations show")
     max_turns: int = setting(5, "times the policy may speak in one episode")
+    turn_tokens: int = setting(0, "most tokens of one turn of the policy, in environments of text; 0 for no limit")
     max_tokens: int = setting(64, "longest trajectory, prompt and tool results included, in tokens")
     episode_timeout_s: float = setting(
         600.0, "a policy gets no further turn in an episode that has taken longer than this, in seconds"
@@ -44,6 +45,7 @@ class EnvironmentConfig:
                 f"levels are 1 to {len(self.level_weights)}",
             )
         require(self.max_turns >= 1, "environment.max_turns", self.max_turns, "at least 1")
+        require(self.turn_tokens >= 0, "environment.turn_tokens", self.turn_tokens, "at least 0")
         require(self.max_tokens >= 2, "environment.max_tokens", self.max_tokens, "at least 2")
         require(self.episode_timeout_s > 0, "environment.episode_timeout_s", self.episode_timeout_s, "more than 0")
         require(

@@ -27,6 +27,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Bit-equal weights from the same seed, on the same machine and packages; see docs/data.md.
     "deterministic": {"deterministic": True, "mode": "sync", "actor.num_hosts": 1},
+    # An agent program written against the OpenAI client, from random weights: examples/vowels.py.
+    "agent": {
+        "environment.name": "agent:vowels:play",
+        "environment.level_weights": (1.0,),
+        "environment.demonstrated_levels": (),
+        "environment.max_turns": 2,
+        "environment.max_tokens": 96,
+        "model.max_positions": 96,
+        "model.vocab_size": 258,
+        "warm_start.num_steps": 0,
+        "learner.num_updates": 60,
+        "learner.learning_rate": 3e-3,
+    },
     # Where practice at scale starts from: 1,024 episodes an update, 16 steps an episode, 256 environments, replay 2.
     "seed": {
         "learner.groups_per_update": 128,

@@ -125,9 +125,10 @@ async def _converse(
             return transcript, FinishReason.OUT_OF_TIME
         transcript.forced(forced)
         room = limits.max_tokens - transcript.num_tokens
-        completion = await session.generate(forced, environment.stop_tokens, room)
+        turn_room = min(room, environment.turn_tokens or room)
+        completion = await session.generate(forced, environment.stop_tokens, turn_room)
         transcript.sampled(completion)
-        if completion.finish == "length":
+        if completion.finish == "length" and turn_room == room:
             return transcript, FinishReason.LENGTH
         forced, done = await _call("step", _step(environment, completion.tokens.tolist()), limits.call_timeout_s)
         if done:

@@ -40,7 +40,7 @@ class ScriptedEnvironment:
     """Prompts with (1, 2), answers every turn with (3,), and ends after `num_turns` turns."""
 
     vocab_size, num_levels, identity, stop_tokens = 10, 1, "scripted", frozenset({STOP})
-    limits_own_score = False
+    limits_own_score, turn_tokens = False, 0
 
     def __init__(self, num_turns=2, **faults):
         self.num_turns, self.faults, self.steps, self.closed = num_turns, faults, [], 0

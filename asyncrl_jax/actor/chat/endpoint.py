@@ -56,6 +56,7 @@ class Request:
     text: str  # new text, of a completion; empty for a chat
     tools: tuple[Mapping[str, Any], ...]  # offered at the start of the conversation
     first: bool
+    max_tokens: int  # that the agent wants at most; 0 if it does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,9 @@ class Conversation:
                 future.set_exception(RefusedRequest(410, "the episode is over"))
                 future.exception()  # it is nobody's fault if the agent is gone
 
-    async def chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Answer:
+    async def chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], max_tokens: int = 0
+    ) -> Answer:
         """One chat completion.
 
         Raises:
@@ -123,12 +126,12 @@ class Conversation:
             new = tuple(_message(message) for message in messages[past:])
             if not new or any(message.role == "assistant" for message in new):
                 raise self._refused("new messages are needed, and none of them the assistant's")
-            answer = await self._ask(Request(new, "", tuple(tools), first))
+            answer = await self._ask(Request(new, "", tuple(tools), first, max_tokens))
             self._tools = tuple(tools)
             self._said = [*messages, assistant_message(answer.text, offered=bool(tools))]
             return answer
 
-    async def complete(self, prompt: str) -> Answer:
+    async def complete(self, prompt: str, max_tokens: int = 0) -> Answer:
         """One text completion.
 
         Raises:
@@ -137,7 +140,7 @@ class Conversation:
         async with self._busy:
             if not prompt.startswith(self._text) or len(prompt) == len(self._text):
                 raise self._refused("the prompt does not continue what was said so far")
-            answer = await self._ask(Request((), prompt.removeprefix(self._text), (), first=not self._text))
+            answer = await self._ask(Request((), prompt.removeprefix(self._text), (), not self._text, max_tokens))
             self._text = prompt + answer.text
             return answer
 

@@ -57,7 +57,9 @@ def make_app(endpoint: Endpoint) -> FastAPI:
             raise RefusedRequest(400, "messages is a list of objects")
         if not isinstance(tools, list):
             raise RefusedRequest(400, "tools is a list")
-        return _respond(chat_body(await conversation.chat(messages, tools), offered=bool(tools)), body)
+        return _respond(
+            chat_body(await conversation.chat(messages, tools, _max_tokens(body)), offered=bool(tools)), body
+        )
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
@@ -65,7 +67,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         body = await _read(request)
         if not isinstance(body.get("prompt"), str):
             raise RefusedRequest(400, "prompt is one string")
-        return _respond(completion_body(await conversation.complete(body["prompt"])), body)
+        return _respond(completion_body(await conversation.complete(body["prompt"], _max_tokens(body))), body)
 
     return app
 
@@ -90,6 +92,14 @@ async def _read(request: Request) -> dict[str, Any]:
     if body.get("n") not in (None, 1):
         raise RefusedRequest(400, f"n={body['n']}: one answer a request; groups are made by the run")
     return body
+
+
+def _max_tokens(body: dict[str, Any]) -> int:
+    """Most tokens of the answer; 0 if the request does not say."""
+    value = body.get("max_completion_tokens") or body.get("max_tokens") or 0
+    if not isinstance(value, int) or value < 0:
+        raise RefusedRequest(400, f"max_tokens={value!r} is no number of tokens")
+    return value
 
 
 def _respond(body: dict[str, Any], asked: dict[str, Any]) -> Response:

@@ -33,8 +33,11 @@ class ChatFormat(Protocol):
         """The start of a conversation, up to where the policy speaks."""
         ...
 
-    def reply(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """What stands between the end of the policy's turn, a stop token, and where it speaks again."""
+    def reply(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
+        """What stands between the policy's turn and where it speaks again.
+
+        Args: ended: the policy has sampled the end of its turn; if not, it is the first of the tokens here.
+        """
         ...
 
 
@@ -49,8 +52,8 @@ class ByteFormat:
         described = [Message("system", "\n".join(str(tool["function"]) for tool in tools))] if tools else []
         return self.reply([*described, *messages])
 
-    def reply(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        tokens: list[int] = []
+    def reply(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
+        tokens: list[int] = [] if ended else [ByteTokenizer.TURN_END]
         for message in messages:
             text = f"{message.role}\n{message.content}"
             tokens += [ByteTokenizer.TURN_START, *self.tokenizer.encode(text), ByteTokenizer.TURN_END]
@@ -84,11 +87,11 @@ class TemplateFormat:
         text = self._render([message.as_dict() for message in messages], generation_prompt=True, tools=tools)
         return self.tokenizer.encode(text)
 
-    def reply(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def reply(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
         conversation = [*self._base, *[message.as_dict() for message in messages]]
         tokens = self.tokenizer.encode(self._after_answer(conversation, generation_prompt=True))
         assert tokens[0] == self._end_of_turn
-        return tokens[1:]  # the policy sampled the end of its turn itself
+        return tokens[1:] if ended else tokens
 
     @property
     def _base(self) -> list[dict[str, Any]]:

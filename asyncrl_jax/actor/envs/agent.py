@@ -36,8 +36,15 @@ class AgentEnvironments:
 
     limits_own_score = False
 
-    def __init__(self, address: str, num_levels: int, chat_format: ChatFormat, endpoint: Endpoint) -> None:
-        """Args: address: `module:function`; num_levels: that the config asks for; endpoint: is started when first used.
+    def __init__(
+        self, address: str, num_levels: int, chat_format: ChatFormat, endpoint: Endpoint, turn_tokens: int = 0
+    ) -> None:
+        """Args:
+          address: `module:function`.
+          num_levels: that the config asks for.
+          chat_format: of the conversations.
+          endpoint: is started when first used.
+          turn_tokens: most of one turn, 0 for what the agent asks for.
 
         Raises:
           ValueError: if there is no such function.
@@ -56,6 +63,7 @@ class AgentEnvironments:
         source = xxhash.xxh3_64_hexdigest(inspect.getsource(program).encode())
         self.identity = f"{self.name}-{source}/{chat_format.tokenizer.identity}"
         self.endpoint = endpoint
+        self.turn_tokens = turn_tokens
 
     def __call__(self) -> AgentEpisode:
         return AgentEpisode(self)
@@ -74,6 +82,8 @@ class AgentEpisode:
         self._conversation: Conversation | None = None
         self._agent: asyncio.Task[Any] | None = None
         self._num_tokens = 0
+        self._ended = True  # the policy's last turn, by a stop token
+        self.turn_tokens = source.turn_tokens
 
     async def reset(self, task: Task) -> tuple[int, ...]:
         source = self._source
@@ -99,6 +109,7 @@ class AgentEpisode:
         assert self._conversation is not None
         ended = bool(tokens) and tokens[-1] in self.stop_tokens
         text = self._source.format.tokenizer.decode(tokens[:-1] if ended else tokens)
+        self._ended = ended
         before = self._num_tokens
         self._num_tokens += len(tokens)
         self._conversation.answer(Answer(text, "stop" if ended else "length", before, len(tokens)))
@@ -146,12 +157,13 @@ class AgentEpisode:
             asking.cancel()
 
     def _tokens(self, request: Request) -> tuple[int, ...]:
-        chat = self._source.format
+        chat, limits = self._source.format, [self._source.turn_tokens, request.max_tokens]
+        self.turn_tokens = min((limit for limit in limits if limit > 0), default=0)
         if request.text:
             return chat.tokenizer.encode(request.text)
         if request.first:
             return chat.prompt(request.messages, [dict(tool) for tool in request.tools])
-        return chat.reply(request.messages)
+        return chat.reply(request.messages, ended=self._ended)
 
     def _grown(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         self._num_tokens += len(tokens)

@@ -197,6 +197,7 @@ class Arithmetic:
     num_levels: ClassVar[int] = len(LEVELS)
     identity: ClassVar[str] = _identity()
     stop_tokens: ClassVar[frozenset[int]] = frozenset(encode(">$"))
+    turn_tokens: ClassVar[int] = 0
     limits_own_score: ClassVar[bool] = False
 
     def __init__(self) -> None:

@@ -44,6 +44,11 @@ class Environment(Protocol):
         ...
 
     @property
+    def turn_tokens(self) -> int:
+        """Most tokens of the next turn, which may then end without a stop token; 0 for no limit of its own."""
+        ...
+
+    @property
     def limits_own_score(self) -> bool:
         """`score` ends by itself; it may wait long for others that are scored first, so no limit is put on it."""
         ...
@@ -53,7 +58,7 @@ class Environment(Protocol):
         ...
 
     async def step(self, tokens: Sequence[int]) -> Observation:
-        """Answers one turn, which ends with a stop token."""
+        """Answers one turn, which ends with a stop token unless it has `turn_tokens`."""
         ...
 
     async def score(self) -> Score: ...

@@ -77,6 +77,7 @@ class ChatEpisode:
         self.name = source.name
         self.vocab_size = source.vocab_size
         self.stop_tokens = source.stop_tokens
+        self.turn_tokens = source.turn_tokens
         self.limits_own_score = source.limits_own_score
         self._source = source
         self._inner: TextEnvironment | None = None
@@ -96,11 +97,11 @@ class ChatEpisode:
         return self._source.format.prompt(messages, self._source.schemas)
 
     async def step(self, tokens: Sequence[int]) -> Observation:
-        body = tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens
-        text = self._source.format.tokenizer.decode(body)
+        ended = bool(tokens) and tokens[-1] in self.stop_tokens
+        text = self._source.format.tokenizer.decode(tokens[:-1] if ended else tokens)
         calls = parse_tool_calls(text) if self._source.tools else []
         if not calls:
-            return await self._answer(text)
+            return await self._answer(text, ended=ended)
         self._num_malformed += sum(isinstance(call, MalformedCall) for call in calls)
         if self._num_malformed > self._source.config.max_malformed:
             return Observation((), done=True)
@@ -112,13 +113,13 @@ class ChatEpisode:
         )
         self._num_calls += len(answers)
         self._num_right_calls += sum(right for _, right in answers)
-        return Observation(self._source.format.reply([message for message, _ in answers]), done=False)
+        return Observation(self._source.format.reply([message for message, _ in answers], ended=ended), done=False)
 
-    async def _answer(self, text: str) -> Observation:
+    async def _answer(self, text: str, *, ended: bool) -> Observation:
         self._healthy = False
         observation = await self._reset_inner().step(text)
         self._healthy = True
-        reply = () if observation.done else self._source.format.reply(observation.messages)
+        reply = () if observation.done else self._source.format.reply(observation.messages, ended=ended)
         return Observation(reply, observation.done)
 
     async def score(self) -> Score:
@@ -166,13 +167,15 @@ class ChatEnvironments:
         tools: Mapping[str, Tool],
         config: ToolsConfig,
         *,
+        turn_tokens: int = 0,
         reuse_instances: bool = True,
     ) -> None:
-        """Args: tools: offered beside the environment's own."""
+        """Args: tools: offered beside the environment's own; turn_tokens: most of one turn, 0 for no limit."""
         self.name = factory.name
         self.num_levels = factory.num_levels
         self.vocab_size = format.tokenizer.vocab_size
         self.stop_tokens = format.stop_tokens
+        self.turn_tokens = turn_tokens
         self.limits_own_score = factory.limits_own_score
         self.tools = {**tools, **factory.tools}
         self.schemas = [schema_of(self.tools[name]) for name in sorted(self.tools)]

@@ -46,13 +46,14 @@ def _make(config: Config, services: Services) -> EnvironmentMaker:
         from asyncrl_jax.actor.envs.agent import AgentEnvironments
 
         levels, chat = len(config.environment.level_weights), chat_format(config.environment.tokenizer)
-        return AgentEnvironments(rest, levels, chat, services.endpoint)
+        return AgentEnvironments(rest, levels, chat, services.endpoint, config.environment.turn_tokens)
     try:
         factory = _text_factory(kind, rest, config, services)
         tools = make_tools(config.tools.names, config.tools)
     except SandboxUnavailable as error:
         raise ValueError(f"--config.tools.sandbox={config.tools.sandbox}: {error}") from error
-    return ChatEnvironments(factory, chat_format(config.environment.tokenizer), tools, config.tools)
+    chat = chat_format(config.environment.tokenizer)
+    return ChatEnvironments(factory, chat, tools, config.tools, turn_tokens=config.environment.turn_tokens)
 
 
 def _text_factory(kind: str, rest: str, config: Config, services: Services) -> TextEnvironmentFactory:

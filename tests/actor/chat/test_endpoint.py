@@ -96,6 +96,16 @@ async def tireless_agent(seed, level, split, base_url, api_key):
             messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
 
 
+async def short_agent(seed, level, split, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": "?"}]
+        cut = await client.chat.completions.create(model="policy", messages=messages, max_tokens=3)
+        assert cut.choices[0].finish_reason == "length"
+        messages += [cut.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+        whole = await client.chat.completions.create(model="policy", messages=messages)
+        return float((cut.choices[0].message.content, whole.choices[0].message.content) == ("abc", "yes"))
+
+
 def _play(agent, *turns, max_turns=5, max_tokens=2000):
     async def main():
         endpoint = Endpoint("127.0.0.1", 0)
@@ -138,6 +148,14 @@ def test_tools_are_offered_called_and_answered_as_the_client_knows_it():
     assert trajectory.success
     assert "add" in ByteTokenizer().decode(policy.heard[0])
     assert "tool\n2" in ByteTokenizer().decode(policy.heard[1])
+
+
+def test_tok_04_an_end_of_turn_that_was_not_sampled_is_forced_and_not_trained_on():
+    trajectory, policy = _play(short_agent, "abcdef", "yes")
+    assert trajectory.success
+    assert policy.heard[1][0] == END
+    sampled = trajectory.tokens[trajectory.loss_mask == 1].tolist()
+    assert sampled == [*b"abc", *b"yes", END]
 
 
 def test_text_completions_grow_too():
@@ -195,6 +213,7 @@ def test_nobody_without_the_key_of_a_running_episode_is_served():
         ("chat/completions", b'{"messages": [{"role": "king", "content": "x"}]}', 400),
         ("chat/completions", b'{"messages": [{"role": "user", "content": 7}]}', 400),
         ("chat/completions", b'{"messages": [], "n": 4}', 400),
+        ("chat/completions", b'{"messages": [], "max_tokens": "9"}', 400),
         ("chat/completions", b'{"messages": []}', 409),
         ("chat/completions", b'{"messages": [{"role": "assistant", "content": "x"}]}', 409),
         ("completions", b'{"prompt": ["a", "b"]}', 400),

@@ -190,8 +190,13 @@ def test_questions_of_a_file_are_split_by_their_text_and_scored_by_their_value(t
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [('{"question": "?"}', "line 1: needs"), ("[]", "line 1: needs"), ("x", "line 1: needs"), ("", "no questions")]
-    + [('{"question": "?", "answer": 1}', "no question in split heldout")],
+    [
+        ('{"question": "?"}', "line 1: needs"),
+        ("[]", "line 1: needs"),
+        ("x", "line 1: needs"),
+        ("", "no questions"),
+        ('{"question": "?", "answer": 1}', "no question in split heldout"),
+    ],
 )
 def test_a_file_of_questions_that_is_wrong_is_refused_with_its_line(tmp_path, text, complaint):
     (tmp_path / "questions.jsonl").write_text(text)
