@@ -31,7 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "agent": {
         "environment.name": "agent:vowels:play",
         "environment.level_weights": (1.0,),
-        "environment.demonstrated_levels": (),
+        "environment.demonstrated_levels": (1,),
         "environment.max_turns": 2,
         "environment.max_tokens": 96,
         "model.max_positions": 96,

@@ -17,10 +17,10 @@ def share_of_vowels(text: str) -> float:
     return sum(letter in VOWELS for letter in text) / max(len(text), 8)
 
 
-def play(base_url: str, api_key: str, **_task: object) -> float:
+def play(seed: int, base_url: str, api_key: str, **_task: object) -> float:
     """Asks, shows what came, asks again; the reward is the mean share of vowels in both answers."""
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        messages = [{"role": "user", "content": "vowels"}]
+        messages = [{"role": "user", "content": f"vowels {seed % 1000}"}]
         first = client.chat.completions.create(model="policy", messages=messages, max_tokens=8).choices[0].message
         messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": "more"}]
         second = client.chat.completions.create(model="policy", messages=messages, max_tokens=8).choices[0].message

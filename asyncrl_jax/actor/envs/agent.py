@@ -54,6 +54,7 @@ class AgentEnvironments:
             program: Any = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"--config.environment.name=agent:{address}: {error}") from error
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # clients would log a line for every turn
         self.name = f"agent:{address}"
         self.num_levels = num_levels
         self.program: Callable[..., Any] = program
