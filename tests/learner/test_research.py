@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "research.md"
 
 PURE = [
@@ -27,9 +29,10 @@ PURE = [
 ]
 
 
+@pytest.mark.timeout(300)  # it compiles a loop and a step
 def test_every_block_of_the_page_runs(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names = {"__name__": "research"}
     for number, block in enumerate(blocks, start=1):
         exec(compile(block, f"{PAGE.name}, block {number}", "exec"), names)
