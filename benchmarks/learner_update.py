@@ -1,101 +1,180 @@
-"""Seconds of one learner update of the default model, blocked and dense dispatch, in one run.
+"""One whole learner update on one CPU thread, beside google-tunix and transformers + PyTorch, in fp32.
 
-Prints one JSON line. The two take turns, so that a busy machine slows both; compare the ratio, not the seconds, with
-other runs. The batch is random tokens: 16 groups of 8 trajectories of 20 to 51 tokens, KL on.
+The model is a Qwen3-MoE of 4 layers, hidden width 128, 8 experts of 256, top-2, vocabulary 512; the batch 16 × 256 tokens,
+and once more 16 sequences of uneven length (lognormal, mean about 110, at most 256), which this package packs and the
+others pad. All start from the same weights, compute the same loss (PPO's clipped objective, mean over tokens; no KL, no
+balance loss) and must agree on it and on the norm of its gradient, or there is no result. This package and Tunix also
+clip and make AdamW's step; PyTorch makes the forward and the backward pass alone.
 
-    python benchmarks/learner_update.py [--repeats 15]
+Each peer is a process of its own environment, on the same core, with the same allocator settings. They make one update
+after the other, in turns; times are CPU times of the process (wall times are printed as well), medians over the turns.
+
+    python -m benchmarks.learner_update --setup       makes the peers' environments in the user's cache: about 3 GB
+    python -m benchmarks.learner_update               a peer without an environment is left out, and its ratio null
+
+Prints one JSON line last: {"ratio_to_tunix": …, "ratio_to_torch": …, "ratio_to_tunix_uneven": …, …}, each the peer's
+time ÷ ours.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import time
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
+from benchmarks._core import Seconds, one_thread, pin_to_one_core
+from benchmarks.peers import problem
 
-from asyncrl_jax.config import Config, override
-from asyncrl_jax.learner.advantages import group_advantages
-from asyncrl_jax.learner.packing import PackedUpdate, pack_update
-from asyncrl_jax.learner.state import copy_params, create_state
-from asyncrl_jax.learner.step import make_train_step
-from asyncrl_jax.models.mesh import make_mesh
-from asyncrl_jax.types import FinishReason, Group, Task, Ticket, Trajectory
+HERE = Path(__file__).parent
+REQUIREMENTS = {"tunix": ["google-tunix==0.1.7"], "torch": ["torch", "transformers", "safetensors"]}
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # relative to the loss of one token (about 1) and the gradient's norm
 
 
-def random_trajectory(rng: np.random.Generator, vocab_size: int) -> Trajectory:
-    length = int(rng.integers(20, 52))
-    mask = (np.arange(length) >= 8).astype(np.uint8)
-    return Trajectory(
-        tokens=rng.integers(0, vocab_size, length).astype(np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=(-np.log(vocab_size) * mask).astype(np.float32),
-        policy_versions=np.where(mask, 0, -1).astype(np.int32),
-        reward=float(rng.integers(0, 2)),
-        reward_parts=np.zeros(4, np.float32),
-        success=False,
-        finish_reason=FinishReason.ANSWERED,
-        num_turns=1,
-        sampling_started_at=0.0,
-        sampling_ended_at=0.0,
-    )
+def cached_python(peer: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "asyncrl_jax" / "benchmarks" / peer / "bin" / "python"
 
 
-def random_update(config: Config) -> tuple[PackedUpdate, float]:
-    """The packed update, and the seconds that packing took."""
-    rng = np.random.default_rng(0)
-    groups = []
-    for i in range(config.learner.groups_per_update):
-        ticket = Ticket(f"0-{i}", Task("random", "train", 1, i), config.learner.group_size, 0, 0, 4, 1.0, i, 0.0)
-        members = [random_trajectory(rng, config.model.vocab_size) for _ in range(config.learner.group_size)]
-        groups.append(Group(ticket, tuple(members), actor_id="benchmark"))
-    advantages = [group_advantages(np.array([t.reward for t in g.trajectories]), 1e-6) for g in groups]
-    lags = [[np.zeros(len(t.tokens), np.int32) for t in g.trajectories] for g in groups]
-    pack_update(groups, advantages, lags, config)
-    start = time.perf_counter()
-    packed = pack_update(groups, advantages, lags, config)
-    return packed, time.perf_counter() - start
+def set_up() -> None:
+    """Makes the peers' environments."""
+    for peer, requirements in REQUIREMENTS.items():
+        python = cached_python(peer)
+        subprocess.run([sys.executable, "-m", "venv", python.parent.parent], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
 
 
-def seconds(step: Any, state: Any, reference: Any, packed: PackedUpdate) -> tuple[Any, float]:
-    start = time.perf_counter()
-    state, _ = jax.block_until_ready(step(state, reference, packed, np.float32(1e-4)))
-    return state, time.perf_counter() - start
+class Peer:
+    """A running peer, warmed up."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]):
+        self._process = subprocess.Popen(
+            command, env=environment, cwd=HERE.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.about = self._answer()
+
+    def update(self, batch: str) -> Seconds:
+        """Makes one update and returns its time."""
+        assert self._process.stdin is not None
+        print(batch, file=self._process.stdin, flush=True)
+        return Seconds(**self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):  # libraries print what they like
+                return json.loads(line)
+        raise RuntimeError(f"{self._process.args} ended with exit code {self._process.wait()}")
+
+
+def commands(arguments: argparse.Namespace, directory: Path) -> dict[str, list[str]]:
+    """How to start each peer that has an environment."""
+    made = {"ours": [sys.executable, "-m", "benchmarks.peers.asyncrl_peer", str(directory)]}
+    for peer, options in (("tunix", []), ("torch", [arguments.torch_attention, arguments.torch_experts])):
+        python = Path(getattr(arguments, f"{peer}_python") or cached_python(peer))
+        if python.exists():
+            made[peer] = [str(python), "-m", f"benchmarks.peers.{peer}_peer", str(directory), *options]
+        else:
+            print(f"{peer} is left out: no {python}; make it with --setup", file=sys.stderr)
+    return made
+
+
+def write_problem(directory: Path) -> None:
+    from asyncrl_jax.models import init_params, save_params
+    from benchmarks.peers.asyncrl_peer import config_for
+
+    problem.make_batches(directory)
+    model = config_for("even").model
+    save_params(model, init_params(model, 0), directory / "model")
+
+
+def check_agreement(peers: Mapping[str, Peer]) -> dict[str, Any]:
+    """Largest differences from our loss and gradient norm.
+
+    Raises:
+      RuntimeError: if a peer computes something else.
+    """
+    differences = {}
+    for name, peer in peers.items():
+        for batch in problem.BATCHES:
+            ours, theirs = peers["ours"].about["first"][batch], peer.about["first"][batch]
+            loss = abs(theirs["loss"] - ours["loss"])
+            gradient = abs(theirs["grad_norm"] / ours["grad_norm"] - 1)
+            if loss > LOSS_TOLERANCE or gradient > GRADIENT_TOLERANCE:
+                raise RuntimeError(f"{name} disagrees on the {batch} batch: {theirs}, ours {ours}")
+            differences[f"{name} {batch}"] = [float(f"{loss:.1e}"), float(f"{gradient:.1e}")]
+    return differences
+
+
+def measure(peers: Mapping[str, Peer], repeats: int) -> dict[str, list[Seconds]]:
+    """Times by "<peer> <batch>"; one update of each in every turn."""
+    times: dict[str, list[Seconds]] = {f"{name} {batch}": [] for name in peers for batch in problem.BATCHES}
+    for _ in range(repeats):
+        for batch in problem.BATCHES:
+            for name, peer in peers.items():
+                times[f"{name} {batch}"].append(peer.update(batch))
+    return times
+
+
+def report(times: Mapping[str, list[Seconds]]) -> dict[str, Any]:
+    def ratio(peer: str, batch: str, clock: str) -> float | None:
+        theirs, ours = (
+            [getattr(s, clock) for s in times.get(f"{name} {batch}", [])] for name in (peer, "ours")
+        )
+        return round(statistics.median(theirs) / statistics.median(ours), 2) if theirs else None
+
+    ratios = {}
+    for suffix, batch in (("", "even"), ("_uneven", "uneven")):
+        for peer in REQUIREMENTS:
+            ratios[f"ratio_to_{peer}{suffix}"] = ratio(peer, batch, "cpu")
+    wall = {f"{peer} {batch}": ratio(peer, batch, "wall") for peer in REQUIREMENTS for batch in problem.BATCHES}
+    spread = {
+        name: [round(f(s.cpu for s in of), 4) for f in (statistics.median, min, max)] for name, of in times.items()
+    }
+    return ratios | {"cpu_s_median_min_max": spread, "wall_ratios": wall, "load": round(os.getloadavg()[0], 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
-    steps, states, first, times = {}, {}, {}, {"blocked": [], "dense": []}
-    for dispatch in times:
-        config = override(Config(), {"model.dispatch": dispatch})
-        mesh = make_mesh(config.mesh)
-        steps[dispatch], states[dispatch] = make_train_step(config, mesh), create_state(config, 0, mesh)
-    packed, pack_s = random_update(config)
-    reference = copy_params(states["blocked"].params)
-    for dispatch, step in steps.items():
-        states[dispatch], first[dispatch] = seconds(step, states[dispatch], reference, packed)
-    for _ in range(repeats):
-        for dispatch, step in steps.items():
-            states[dispatch], elapsed = seconds(step, states[dispatch], reference, packed)
-            times[dispatch].append(elapsed)
-    median = {dispatch: statistics.median(values) for dispatch, values in times.items()}
-    result = {
-        "blocked_s": round(median["blocked"], 4),
-        "dense_s": round(median["dense"], 4),
-        "dense_over_blocked": round(median["dense"] / median["blocked"], 2),
-        "blocked_range_s": [round(min(times["blocked"]), 4), round(max(times["blocked"]), 4)],
-        "first_call_s": {dispatch: round(value, 1) for dispatch, value in first.items()},
-        "pack_s": round(pack_s, 4),
-        "positions": int((packed.segment_ids > 0).sum()),
-        "trained_tokens": packed.num_tokens,
-        "repeats": repeats,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-    }
-    print(json.dumps(result))
+    parser.add_argument("--repeats", type=int, default=15, help="turns")
+    parser.add_argument("--setup", action="store_true", help="make the peers' environments and stop")
+    parser.add_argument("--tunix-python", help="interpreter of an environment with google-tunix")
+    parser.add_argument("--torch-python", help="interpreter of an environment with torch and transformers")
+    parser.add_argument("--torch-attention", default="eager", help="attn_implementation of transformers")
+    parser.add_argument("--torch-experts", default="eager", help="experts_implementation of transformers")
+    arguments = parser.parse_args()
+    if arguments.setup:
+        set_up()
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    pin_to_one_core()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        write_problem(directory)
+        environment = one_thread(os.environ)
+        peers: dict[str, Peer] = {}
+        try:
+            for name, command in commands(arguments, directory).items():
+                peers[name] = Peer(command, environment)
+            differences = check_agreement(peers)
+            times = measure(peers, arguments.repeats)
+        finally:
+            for peer in peers.values():
+                peer.close()
+    versions = {name: peer.about["versions"] for name, peer in peers.items()}
+    extra = {"differences_of_loss_and_gradient_norm": differences, "versions": versions, "repeats": arguments.repeats}
+    print(json.dumps(report(times) | extra))
 
 
 if __name__ == "__main__":

@@ -68,8 +68,12 @@ class _Step:
         return self.config.learner
 
     def count_routing(self, params: Params, packed: PackedUpdate) -> Routing:
-        """Routing of the whole step. Only trunk and routers are computed."""
-        return _sum_over_microbatches(packed, lambda batch: self.forward.trunk(params, batch)[1])
+        """Routing of the whole step; zeros when one microbatch is all of it, which then counts for itself.
+
+        Only trunk and routers are computed.
+        """
+        num_needed = jnp.where(packed.num_microbatches > 1, packed.num_microbatches, 0)
+        return _sum_over_microbatches(packed, num_needed, lambda batch: self.forward.trunk(params, batch)[1])
 
     def score(self, params: Params, frozen: _Frozen, packed: PackedUpdate) -> tuple[Routing, _Scored]:
         """Routing of the whole step, and log-probs and values of all its positions."""
@@ -131,8 +135,8 @@ class _Step:
         fixed: tuple[jax.Array, jax.Array],
         routing: Routing,
         counts: Counts,
-    ) -> tuple[jax.Array, tuple[Sums, jax.Array]]:
-        """(one microbatch's part of the step's loss, (its sums, its largest ratio))."""
+    ) -> tuple[jax.Array, tuple[Sums, jax.Array, Routing]]:
+        """(one microbatch's part of the step's loss, (its sums, its largest ratio, its routing))."""
         old_values, returns = fixed
         params = {name: leaf for name, leaf in trained.items() if name not in frozen.slow_critic}
         x_BTD, own_routing = self.forward.trunk(params, batch)
@@ -154,10 +158,12 @@ class _Step:
         if frozen.slow_critic:
             tokens = tokens._replace(critic=CriticTokens(critic_values(trained, x_BTD), old_values, returns))
         loss, aux = step_loss(self.learner, tokens, counts, frozen.kl_coefficient)
+        counted = jnp.sum(routing.num_tokens) > 0  # else this microbatch is the whole step
+        step_routing = jax.tree.map(lambda step, own: jnp.where(counted, step, own), routing, own_routing)
         balance = self.learner.balance_coefficient * balance_loss(
-            routing, own_routing.prob_sums_E, self.config.model.experts_per_token
+            step_routing, own_routing.prob_sums_E, self.config.model.experts_per_token
         )
-        return loss + balance, aux
+        return loss + balance, (*aux, own_routing)
 
     def _logprobs_or_none(self, params: Params | None, batch: PackedUpdate) -> jax.Array | None:
         return None if params is None else self.forward.logprobs(params, batch)
@@ -170,20 +176,22 @@ class _Step:
         fixed: tuple[jax.Array, jax.Array],
         routing: Routing,
         counts: Counts,
-    ) -> tuple[jax.Array, Params, Sums, jax.Array]:
-        """The gradient pass: (loss, gradient, sums, largest ratio) of the whole step."""
+    ) -> tuple[jax.Array, Params, Sums, Routing, jax.Array]:
+        """The gradient pass: (loss, gradient, sums, routing, largest ratio) of the whole step."""
         part = jax.value_and_grad(self.part, has_aux=True)
 
-        def add(index: jax.Array, carry: tuple[jax.Array, Params, Sums, jax.Array]) -> tuple[Any, ...]:
+        def add(index: jax.Array, carry: tuple[jax.Array, Params, Sums, Routing, jax.Array]) -> tuple[Any, ...]:
             of_batch = jax.tree.map(lambda array: array[index], fixed)
             batch = _microbatch(packed, index)
-            (loss, (sums, ratio_max)), grads = part(trained, frozen, batch, of_batch, routing, counts)
+            (loss, (sums, ratio_max, own_routing)), grads = part(trained, frozen, batch, of_batch, routing, counts)
             *totals, largest = carry
-            return *jax.tree.map(jnp.add, tuple(totals), (loss, grads, sums)), jnp.maximum(largest, ratio_max)
+            totals = jax.tree.map(jnp.add, tuple(totals), (loss, grads, sums, own_routing))
+            return *totals, jnp.maximum(largest, ratio_max)
 
         zero = jnp.zeros(())
         zero_sums = Sums(*[zero] * len(Sums._fields))._replace(by_lag=jnp.zeros((4, NUM_LAGS)))
-        zeros = (zero, jax.tree.map(jnp.zeros_like, trained), zero_sums, zero)
+        no_grads, no_routing = jax.tree.map(jnp.zeros_like, (trained, routing))
+        zeros = (zero, no_grads, zero_sums, no_routing, zero)
         return jax.lax.fori_loop(0, packed.num_microbatches, add, zeros)
 
 
@@ -198,12 +206,12 @@ def _zeros_like(function: Callable[[], Any]) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function))
 
 
-def _sum_over_microbatches(packed: PackedUpdate, function: Callable[[PackedUpdate], Any]) -> Any:
+def _sum_over_microbatches(packed: PackedUpdate, num: jax.Array, function: Callable[[PackedUpdate], Any]) -> Any:
     def add(index: jax.Array, total: Any) -> Any:
         return jax.tree.map(jnp.add, total, function(_microbatch(packed, index)))
 
     zeros = _zeros_like(lambda: function(_microbatch(packed, jnp.zeros((), jnp.int32))))
-    return jax.lax.fori_loop(0, packed.num_microbatches, add, zeros)
+    return jax.lax.fori_loop(0, num, add, zeros)
 
 
 def _policy_metrics(config: LearnerConfig, sums: Sums, frozen: _Frozen, counts: Counts) -> Metrics:
@@ -286,7 +294,9 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
         if whitens:
             packed = packed._replace(advantages=whiten(packed.advantages, packed.loss_mask))
         trained = state.params | state.critic
-        loss, grads, sums, ratio_max = passes.gradient(trained, frozen, packed, (old_values, returns), routing, counts)
+        loss, grads, sums, routing, ratio_max = passes.gradient(
+            trained, frozen, packed, (old_values, returns), routing, counts
+        )
         state, metrics = apply_gradient(
             learner,
             state,

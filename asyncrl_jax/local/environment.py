@@ -11,6 +11,16 @@ from asyncrl_jax.lifetime import PARENT_VARIABLE
 
 PASSWORD_VARIABLE = "ASYNCRL_REDIS_PASSWORD"  # noqa: S105 - the name of a variable
 
+# The arrays of a training step are allocated anew each time. By default glibc hands them back to the system and every
+# page of them faults again; so keep them, in one heap of huge pages. Another allocator ignores this.
+LARGE_TEMPORARIES = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "16000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+
 
 def redis_password(config: RedisConfig) -> str | None:
     """The password from `password_file`, else from the environment, else None.
