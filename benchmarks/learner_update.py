@@ -1,7 +1,7 @@
 """One whole learner update on one CPU thread, beside google-tunix and transformers + PyTorch, in fp32.
 
-The model is a Qwen3-MoE of 4 layers, hidden width 128, 8 experts of 256, top-2, vocabulary 512; the batch 16 × 256 tokens,
-and once more 16 sequences of uneven length (lognormal, mean about 110, at most 256), which this package packs and the
+The model is a Qwen3-MoE of 4 layers, hidden width 128, 8 experts of 256, top-2, vocabulary 512; the batch 16 × 256
+tokens, and once more 16 sequences of uneven length (lognormal, mean 110, at most 256), which this package packs and the
 others pad. All start from the same weights, compute the same loss (PPO's clipped objective, mean over tokens; no KL, no
 balance loss) and must agree on it and on the norm of its gradient, or there is no result. This package and Tunix also
 clip and make AdamW's step; PyTorch makes the forward and the backward pass alone.
@@ -129,9 +129,7 @@ def measure(peers: Mapping[str, Peer], repeats: int) -> dict[str, list[Seconds]]
 
 def report(times: Mapping[str, list[Seconds]]) -> dict[str, Any]:
     def ratio(peer: str, batch: str, clock: str) -> float | None:
-        theirs, ours = (
-            [getattr(s, clock) for s in times.get(f"{name} {batch}", [])] for name in (peer, "ours")
-        )
+        theirs, ours = ([getattr(s, clock) for s in times.get(f"{name} {batch}", [])] for name in (peer, "ours"))
         return round(statistics.median(theirs) / statistics.median(ours), 2) if theirs else None
 
     ratios = {}

@@ -87,7 +87,9 @@ def report(products: list[Seconds], layers: dict[str, list[Seconds]]) -> dict[st
     wall = {name: statistics.median(s.wall for s in times) for name, times in layers.items()}
     return {
         "share_of_peak": {name: share(name, statistics.median(times)) for name, times in cpu.items()},
-        "share_of_peak_range": {name: [share(name, max(times)), share(name, min(times))] for name, times in cpu.items()},
+        "share_of_peak_range": {
+            name: [share(name, max(times)), share(name, min(times))] for name, times in cpu.items()
+        },
         "share_of_peak_wall": {name: round(flops[name] / s / peak_wall, 3) for name, s in wall.items()},
         "cpu_ms": {name: round(statistics.median(times) * 1e3) for name, times in cpu.items()},
         "peak_gflops": round(peak_cpu / 1e9, 1),

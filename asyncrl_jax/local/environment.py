@@ -60,3 +60,11 @@ def child_environment(base: Mapping[str, str]) -> dict[str, str]:
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "asyncrl_jax" / "jit"))
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     return environment
+
+
+def learner_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` with the allocator settings of `LARGE_TEMPORARIES` where the learner computes on the CPU.
+
+    Whatever the user has set stays as it is.
+    """
+    return {**LARGE_TEMPORARIES, **base} if base.get("JAX_PLATFORMS") == "cpu" else dict(base)

@@ -30,7 +30,7 @@ from asyncrl_jax import exit_codes
 from asyncrl_jax.config import Config, override
 from asyncrl_jax.config_file import read_config, write_config
 from asyncrl_jax.local import preflight
-from asyncrl_jax.local.environment import PASSWORD_VARIABLE, child_environment, redis_password
+from asyncrl_jax.local.environment import PASSWORD_VARIABLE, child_environment, learner_environment, redis_password
 from asyncrl_jax.local.supervisor import Part, PartFailed, Supervisor, failure, spawn
 from asyncrl_jax.observe.display import Display, Snapshot, read_snapshot
 from asyncrl_jax.observe.record import write_record
@@ -219,7 +219,8 @@ class LocalRun:
         def part(name: str, role: str, *arguments: str) -> Part:
             path = self._run_dir / "logs" / f"{name}.log"
             command = role_command(role, self._run_dir / "config.json", *arguments)
-            return Part(name, lambda: spawn(command, self._environment, path), path)
+            environment = learner_environment(self._environment) if role == "learner" else self._environment
+            return Part(name, lambda: spawn(command, environment, path), path)
 
         standbys = range(1, self._config.orchestrator.num_instances)
         orchestrators = ["orchestrator", *(f"orchestrator-{index}" for index in standbys)]

@@ -1,8 +1,8 @@
-"""The update that every peer makes, and how the parent tells it when. NumPy alone: it is imported in their environments.
+"""The update that every peer makes, and how the parent tells it when. NumPy alone: peers import it too.
 
 A peer is a process that loads a directory (`problem.npz`, `model/` in Hugging Face's layout), makes one update of each
-batch from the initial weights and reports its loss and gradient norm, and then, for each line with a batch's name on its
-standard input, makes another and answers with its time.
+batch from the initial weights and reports its loss and gradient norm; then, for each line with a batch's name on its
+standard input, it makes another and answers with its time.
 
 Dimensions: B sequences, T tokens of the longest.
 """
@@ -20,8 +20,9 @@ import numpy as np
 from benchmarks._core import timed
 
 NUM_LAYERS, HIDDEN_DIM, NUM_EXPERTS, EXPERT_DIM, CHOICES, VOCAB_SIZE = 4, 128, 8, 256, 2, 512
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ROPE_THETA, NORM_EPS = 4, 2, 32, 10_000.0, 1e-6
-NUM_SEQUENCES, LENGTH, MEAN_LENGTH = 16, 256, 110
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NORM_EPS = 4, 2, 32, 1e-6
+ROPE_THETA = 1_000_000.0  # google-tunix 0.1.7 knows no other, whatever its config says
+NUM_SEQUENCES, LENGTH, MEAN_LENGTH, SIGMA = 16, 256, 110, 0.6
 CLIP_RANGE, LEARNING_RATE, MAX_GRAD_NORM = 0.2, 1e-5, 1.0
 BATCHES = ("even", "uneven")
 
@@ -51,7 +52,8 @@ class FirstUpdate(NamedTuple):
 def make_batches(directory: Path) -> None:
     """Writes the batches: all of the full length, and lengths of a lognormal distribution."""
     rng = np.random.default_rng(0)
-    lengths = {"even": np.full(NUM_SEQUENCES, LENGTH), "uneven": rng.lognormal(np.log(MEAN_LENGTH) - 0.18, 0.6, NUM_SEQUENCES)}
+    uneven = rng.lognormal(sigma=SIGMA, size=NUM_SEQUENCES)
+    lengths = {"even": np.full(NUM_SEQUENCES, LENGTH), "uneven": uneven * MEAN_LENGTH / uneven.mean()}
     arrays = {}
     for name in BATCHES:
         shape = (NUM_SEQUENCES, LENGTH)

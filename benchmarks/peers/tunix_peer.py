@@ -15,14 +15,14 @@ import numpy as np
 import optax
 from tunix.models.qwen3 import model as qwen3
 from tunix.models.qwen3.params import create_model_from_safe_tensors
-from tunix.rl import algo_core  # noqa: F401 - registers the losses
-from tunix.rl import function_registry, trainer
+from tunix.rl import algo_core, function_registry, trainer
 from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
 from tunix.sft.peft_trainer import TrainingConfig
 
 from benchmarks.peers import problem
 from benchmarks.peers.problem import FirstUpdate
 
+assert algo_core  # its import registers the losses
 PAD_ID, EOS_ID = 0, problem.VOCAB_SIZE - 1
 
 

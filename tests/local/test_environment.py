@@ -1,7 +1,13 @@
 import pytest
 
 from asyncrl_jax.config import RedisConfig
-from asyncrl_jax.local.environment import PASSWORD_VARIABLE, child_environment, redis_password
+from asyncrl_jax.local.environment import (
+    LARGE_TEMPORARIES,
+    PASSWORD_VARIABLE,
+    child_environment,
+    learner_environment,
+    redis_password,
+)
 from asyncrl_jax.local.tail import last_lines
 
 
@@ -34,6 +40,13 @@ def test_an_accelerator_is_shared_and_not_pinned():
 def test_compiled_programs_are_kept_in_the_users_cache():
     made = child_environment({"XDG_CACHE_HOME": "/caches"})
     assert made["JAX_COMPILATION_CACHE_DIR"] == "/caches/asyncrl_jax/jit"
+
+
+def test_a_learner_on_the_cpu_keeps_its_temporaries_unless_the_user_decides():
+    made = learner_environment(child_environment({"MALLOC_ARENA_MAX": "4"}))
+    assert {name: made[name] for name in LARGE_TEMPORARIES} == LARGE_TEMPORARIES | {"MALLOC_ARENA_MAX": "4"}
+    assert not LARGE_TEMPORARIES.keys() & learner_environment({"JAX_PLATFORMS": "cuda"}).keys()
+    assert not LARGE_TEMPORARIES.keys() & child_environment({}).keys()
 
 
 def test_the_password_comes_from_the_file_else_from_the_environment(tmp_path, monkeypatch):
