@@ -113,6 +113,8 @@ def _forward(
     num_experts, width, expert_width = gate_EDF.shape
     choices, length = ids_NA.shape[1], ids_NA.size + rows
     order = _sort(ids_NA, num_experts, rows)
+    # The last block may run over into rows of no expert. They weigh 0, and 0 times what they hold must be 0.
+    x_ND = jnp.where(jnp.all(ids_NA == NO_EXPERT, axis=1)[:, None], 0.0, x_ND)
 
     def expert(stored: tuple[jax.Array, ...], share: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
         gate_DF, up_DF, down_FD, start, count = share
