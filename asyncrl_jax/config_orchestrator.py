@@ -12,9 +12,11 @@ class WatermarkConfig:
     """Back-pressure and speed-up, from what waits for the learner."""
 
     enabled: bool = setting(True, "scale what is in flight by the backlog; never past the lag bound")
-    high_updates: float = setting(1.5, "backlog above which fewer tickets are issued, in updates' worth of groups")
+    high_updates: float = setting(
+        2.0, "backlog above which fewer tickets are issued while the learner is busy, in updates' worth of groups"
+    )
     low_updates: float = setting(0.25, "backlog below which more are issued while the learner idles, in updates' worth")
-    idle_share: float = setting(0.1, "share of its time that the learner must idle before more are issued")
+    idle_share: float = setting(0.1, "share of its time that the learner idles, to count as starved")
     dwell_s: float = setting(5.0, "shortest time between two changes of the level, in s")
     dispatch_episodes_per_s: float = setting(
         0.0, "most episodes of one environment started in a second, as an outside service's quota; 0: no limit"
@@ -124,7 +126,7 @@ class BreakerConfig:
     cooldown_s: float = setting(10.0, "seconds open before the first probe; doubles with every failed probe")
     max_cooldown_s: float = setting(300.0, "longest time between probes, in s")
     probes: int = setting(2, "probes that must succeed, without a fault between, before a breaker closes")
-    slow_factor: float = setting(5.0, "episodes this many times slower than usual open a breaker")
+    slow_factor: float = setting(5.0, "times its usual time that an episode takes to count as slow")
     stall_s: float = setting(120.0, "seconds an actor with work may go without a token before it counts as dead")
     max_replacements: int = setting(3, "times one actor is replaced in an hour; then it is left out and an alarm stays")
     min_healthy_actors: int = setting(1, "actors that stay in service whatever their faults")

@@ -118,6 +118,7 @@ class Orchestrator:
         self._round_at: float | None = None
         self._plan: rounds.Plan | None = None
         self._states = rounds.initial_states(config)
+        self._states_loaded = False  # from Redis; after that nobody else can have written them
         self._quotas: dict[str, watermark.Quota] = {}
         self._issued: collections.Counter[str] = collections.Counter()  # groups by bucket, of the whole run
         self._probes_left: int | None = None
@@ -152,6 +153,7 @@ class Orchestrator:
             self._epoch = epoch
             self._evaluated.clear()
             self._round_at = None
+            self._states_loaded = False
         finished = False
         if learner is not None and epoch is not None:
             self._look(learner)
@@ -178,8 +180,11 @@ class Orchestrator:
         if self._plan is not None and self._round_at is not None and started - self._round_at < interval_s:
             return
         self._round_at = started
-        states = memory.load(rounds.initial_states(self._config), self._steering.states())
-        if self._plan is not None:  # spent since the last round
+        states = self._states
+        if not self._states_loaded:
+            states = memory.load(rounds.initial_states(self._config), self._steering.states())
+            self._states_loaded = True
+        else:  # spent and issued since the last round
             states = dataclasses.replace(states, quotas=self._quotas, issued=dict(self._issued))
         observations, folded = self._steering.observations()
         scene = self._scene(learner, tuple(observations))

@@ -1,10 +1,12 @@
 """Lag of tokens, and what the bound leaves of a group."""
 
+import dataclasses
+
 import numpy as np
 
 from asyncrl_jax.learner.progress import Progress, lag_statistics
 from asyncrl_jax.learner.staleness import Staleness
-from asyncrl_jax.types import FinishReason, Line, Trajectory, WeightVersion
+from asyncrl_jax.types import FinishReason, Line, Task, Ticket, Trajectory, WeightVersion
 
 VERSIONS = {n: WeightVersion(n, n - 1 if n else None, 0, n, "") for n in range(8)}
 
@@ -65,6 +67,23 @@ def test_the_bound_itself_is_within_the_bound():
     progress = Progress()
     progress.count_lags(lags, bound=4)
     assert (progress.tokens_trained, progress.over_bound_tokens) == (2, 1)
+
+
+def test_orch_12_lag_counts_updates_however_often_versions_are_published():
+    for every in (1, 2, 4):
+        versions = {number: WeightVersion(number, None, 0, every * number, "") for number in range(9)}
+        staleness = Staleness(versions, {0: Line(0)}, most=4)
+        number = 4 // every  # the version of update 4
+        assert staleness.version_lag(number, line=0, update=8) == 4
+        assert not staleness.is_unusable((number,), line=0, update=8, bound=4)
+        assert staleness.is_unusable((number,), line=0, update=9, bound=4)
+
+
+def test_a_ticket_keeps_the_bound_that_it_was_issued_with():
+    staleness = Staleness(VERSIONS, {0: Line(0)}, most=6)
+    ticket = Ticket("1-1", Task("sums", "train", 1, 1), 2, 0, 3, 5, 1.0, 0, 0.0)
+    assert staleness.bound(ticket) == 2
+    assert staleness.bound(dataclasses.replace(ticket, deadline=100)) == 6, "never more than may be in force at all"
 
 
 def test_work_of_an_abandoned_line_counts_its_true_distance():

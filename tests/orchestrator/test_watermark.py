@@ -22,7 +22,8 @@ def run(backlogs, idle=0.5, start=0.0):
 
 
 def test_a_growing_backlog_slows_admission_and_a_starving_learner_speeds_it_up():
-    assert run([8, 16, 24, 32])[0].factor == 0.5
+    assert run([8, 16, 24, 32], idle=0.0)[0].factor == 0.5
+    assert run([8, 16, 24, 32], idle=0.5)[0].factor == 1.0  # it waits for something else than groups
     assert run([0, 0, 0])[0].factor == 2.0
     assert run([0, 0, 0], idle=0.0)[0].factor == 1.0  # empty, but the learner is busy: all is well
     assert run([8, 8, 8])[0].factor == 1.0
@@ -30,7 +31,7 @@ def test_a_growing_backlog_slows_admission_and_a_starving_learner_speeds_it_up()
 
 def test_noise_around_a_mark_changes_nothing():
     rng = random.Random(0)
-    _, log = run([24 + rng.choice((-3, 3)) for _ in range(200)])
+    _, log = run([24 + rng.choice((-3, 3)) for _ in range(200)], idle=0.0)
     assert len(log) == 1, [entry.action for entry in log]
     assert log[0].action == "slow"
     assert log[0].numbers["backlog_updates"] >= 1.5
@@ -40,7 +41,9 @@ def test_two_changes_are_never_closer_than_the_dwell_time():
     rng = random.Random(1)
     state, at = State(), []
     for n in range(600):
-        decided = watermark.decide(state, Observed(n * 0.5, rng.choice((0, 60)), 16, 0.9), CONFIG)
+        decided = watermark.decide(
+            state, Observed(n * 0.5, (backlog := rng.choice((0, 60))), 16, 0.0 if backlog else 0.9), CONFIG
+        )
         state = decided.state
         at += [n * 0.5] * len(decided.log)
     assert len(at) > 3

@@ -28,6 +28,7 @@ from asyncrl_jax.types import Decision
 
 SLOW_SHARE = 0.1  # factor on the weight of what is slow
 PROBE_SHARE = 0.05  # factor on the weight of what is half open
+_SLOW_LOOKS = 3  # in a row, before a target counts as slow: one slow group is noise
 _SLOW_MEMORY = 0.05  # weight of one window's mean in the usual time
 _HOUR_S = 3600.0
 NO_PROGRESS = "no_progress"
@@ -63,6 +64,7 @@ class Breaker:
     cooldown_s: float = 0.0
     signature: str = ""  # that opened it
     probes: float = 0.0  # successes while half open
+    slow_looks: int = 0  # in a row, at which its episodes took much longer than usual
     usual_s: float = 0.0  # an episode's usual time; 0 if not known yet
     replaced_at: tuple[float, ...] = ()  # of an actor, within the last hour
 
@@ -179,6 +181,7 @@ def _enter(breaker: Breaker, phase: str, now: float, signature: str | None = Non
         before=Tally(),
         window_from=now,
         probes=0.0,
+        slow_looks=0,
         signature=breaker.signature if signature is None else signature,
     )
 
@@ -232,9 +235,12 @@ def _timed(
             return breaker, None
         return _enter(breaker, "closed", now, signature=""), ("back to its usual time", numbers)
     if mean_s > config.slow_factor * breaker.usual_s:
+        breaker = dataclasses.replace(breaker, slow_looks=breaker.slow_looks + 1)
+        if breaker.slow_looks < _SLOW_LOOKS:
+            return breaker, None
         return _enter(breaker, "slow", now, signature="slow"), ("much slower than usual", numbers)
     usual_s = breaker.usual_s + _SLOW_MEMORY * (mean_s - breaker.usual_s)
-    return dataclasses.replace(breaker, usual_s=usual_s), None
+    return dataclasses.replace(breaker, usual_s=usual_s, slow_looks=0), None
 
 
 def _stalled(
