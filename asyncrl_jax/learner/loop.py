@@ -142,7 +142,9 @@ def _collect(learner: Learner) -> list[Drawn] | None:
             missing = learner.config.learner.groups_per_update - len(learner.pool)
             waiting_for = f"{missing} more groups"
         if now - told_at >= NAMED_WAIT_S:
-            log.warning("update %d waits for %s since %.0f s", learner.update, waiting_for, now - since)
+            running = sorted(name for name, live in learner.ledger.live().items() if live.state == "issued")
+            told = f"{waiting_for}; tickets with actors: {running[:8]}"
+            log.warning("update %d waits for %s; since %.0f s", learner.update, told, now - since)
             told_at = now
             _fail_lost(learner)
     return None

@@ -90,7 +90,9 @@ def check(run: ScriptedRun, config: Config, num_updates: int) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0])
-def test_three_kills_at_random_places_leave_a_run_that_can_be_replayed(seed, server, tmp_path, monkeypatch):
+def test_obs_05_ckpt_01_three_kills_at_random_places_leave_a_balanced_ledger_and_a_run_that_can_be_replayed(
+    seed, server, tmp_path, monkeypatch
+):
     rng = random.Random(seed)
     config = config_of(tmp_path / "run", server, num_updates=8)
     with ScriptedRun(config, server) as run:
@@ -108,7 +110,7 @@ def test_three_kills_at_random_places_leave_a_run_that_can_be_replayed(seed, ser
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(1800)
-def test_twenty_kills_of_real_processes_leave_a_run_that_can_be_replayed(server, compiled, tmp_path):
+def test_obs_05_ckpt_01_twenty_kills_of_real_processes_leave_a_run_that_can_be_replayed(server, compiled, tmp_path):
     """SIGKILL 20 times, each at a random moment between the start of a process and a dozen updates later."""
     rng = random.Random(7)
     num_updates = 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -17,7 +18,7 @@ from asyncrl_jax.types import Outcome
 
 from .run_fixture import Crash, ScriptedRun, crash_once, replaced, small_config, trained_tasks
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_once")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compile_once")]
 
 
 def wait_for(condition, limit_s: float = 30.0) -> None:
@@ -159,6 +160,28 @@ def test_a_running_ticket_is_waited_for_until_its_deadline_has_passed(server, tm
         assert outcomes(run) == {"issued": 21, "trained": 21}
         assert run.audit().sound
     assert trained_tasks(run.run_dir)[2] == (4,)  # min_update 0 and N = 4
+
+
+def test_obs_07_a_long_wait_says_what_it_waits_for_and_since_when(server, tmp_path, monkeypatch):
+    """What is missing, and which ticket an actor holds; the actor answers only once that was said."""
+    monkeypatch.setattr(loop, "NAMED_WAIT_S", 0.1)
+    config = small_config(tmp_path / "named", server, num_updates=2)
+    said = []
+    with ScriptedRun(config, server) as run:
+        run.withheld = {5}
+
+        def warn(message, *values):
+            said.append(message % values)
+            if "'1-5'" in said[-1]:
+                run.withheld.clear()
+
+        monkeypatch.setattr(loop.log, "warning", warn)
+        learner = run.make_learner()
+        run.drive(learner)
+        assert run.audit().sound
+    expected = r"update 1 waits for \d more groups; tickets with actors: \[.*'1-5'.*\]; since \d+ s"
+    assert any(re.fullmatch(expected, text) for text in said), said
+    assert learner.update == 2
 
 
 def test_ckpt_08_a_ticket_that_never_ends_expires_and_a_resume_does_not_draw_it_again(server, tmp_path, monkeypatch):

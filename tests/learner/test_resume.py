@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from asyncrl_jax.learner import settlement
+from asyncrl_jax.learner.resume import start_or_resume
 
 from .run_fixture import Crash, ScriptedRun, crash_once, small_config, trained_tasks
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_once")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compile_once")]
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +227,37 @@ def test_ckpt_03_without_a_readable_checkpoint_the_learner_says_so(server, tmp_p
         damage(run.run_dir / "checkpoints", 0)
         with pytest.raises(ValueError, match="can be read"):
             run.drive(run.make_learner())
+
+
+def test_ckpt_05_what_an_abandoned_line_trained_is_remembered_by_the_checkpoint(server, tmp_path):
+    """A ticket trained on an abandoned line ends as undone, also when the learner that knew is gone."""
+    config = small_config(tmp_path / "undone", server, num_updates=3)
+    with ScriptedRun(config, server) as run:
+        learner = run.make_learner()
+        save = learner.checkpoint_if_due
+
+        def remember():
+            learner.undone.add("1-99")
+            save()
+
+        learner.checkpoint_if_due = remember
+        run.drive(learner)
+        resumed = run.make_learner()
+        start_or_resume(resumed)
+        assert resumed.undone == {"1-99"}
+        resumed.close()
+
+
+def test_ckpt_03_updates_of_another_line_in_the_redo_log_are_not_made_again(server, tmp_path, monkeypatch):
+    config = small_config(tmp_path / "lines", server, num_updates=9)
+    with ScriptedRun(config, server) as run:
+        learner = run.make_learner()
+        crash_once(learner.control, "append_redo", monkeypatch, when=lambda update, _: update == 6)
+        with pytest.raises(Crash):
+            run.drive(learner)
+        fifth = run.control.redo(4)[0]
+        run.control.append_redo(6, {"line": 9, "seed": 1, "groups": fifth["groups"], "weights": fifth["weights"]})
+        resumed = run.make_learner()
+        start_or_resume(resumed)
+        assert (resumed.line, resumed.update) == (0, 5)
+        resumed.close()
