@@ -55,7 +55,7 @@ class LearnerBytes:
     gradients: int  # the sum over microbatches, and that of one
     reference: int  # frozen weights for the KL; 0 without
     activations: int  # of one microbatch
-    workspace: int  # of the layer whose gradient is being computed
+    workspace: int  # of the layer whose gradient is being computed, and of one chunk of logits
     batch: int  # of the packed update
 
     @property
@@ -100,7 +100,7 @@ def learner_bytes(config: Config) -> LearnerBytes:
         gradients=2 * weights,
         reference=weights if keeps_reference else 0,
         activations=activations,
-        workspace=round(WORKSPACE_SHARE * activations / config.model.num_layers),
+        workspace=round(WORKSPACE_SHARE * activations / config.model.num_layers) + _logits_bytes(config),
         batch=sum(_bytes(leaf) for leaf in _packed_shapes(config, _rows_per_device(config))),
     )
 
@@ -148,13 +148,19 @@ def _packed_shapes(config: Config, rows: int) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for name in PackedUpdate._fields if name != "num_microbatches"]
 
 
+def _logits_bytes(config: Config) -> int:
+    """Of the chunk that the head works on: float32 logits and their gradient, on one device."""
+    positions = min(config.model.head_chunk_tokens, _rows_per_device(config) * config.learner.pack_tokens)
+    return 2 * 4 * positions * math.ceil(config.model.vocab_size / config.mesh.tensor)
+
+
 def _activation_bytes(config: Config) -> int:
     """Bytes that the backward pass of one microbatch keeps, besides the weights themselves."""
     one = dataclasses.replace(config, mesh=MeshConfig())
     forward = forward_on(one, make_mesh(one.mesh))
     shape = (_rows_per_device(config), config.learner.pack_tokens)
     numbers, integers = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32))
-    batch = _Rows(integers, integers, integers, integers, numbers)
+    batch = _Rows(integers, integers, integers, integers, numbers, jax.ShapeDtypeStruct(shape, jnp.bool_))
 
     def residuals(params: Any, batch: _Rows) -> Any:
         def logprobs(params: Any) -> Any:
@@ -179,3 +185,4 @@ class _Rows:
     segment_ids: Any
     targets: Any
     temperature: Any
+    loss_mask: Any
