@@ -12,7 +12,6 @@ import json
 import logging
 import time
 import typing
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import redis
@@ -47,9 +46,7 @@ class Control:
         self._redis: Any = client  # Any: redis-py types a reply for all client settings at once
         self._keys = keys
         self._announce = self._redis.register_script(scripts.ANNOUNCE)
-        self._forget = self._redis.register_script(scripts.FORGET)
         self._add_once = self._redis.register_script(scripts.ADD_ONCE)
-        self._advance = self._redis.register_script(scripts.ADVANCE)
         self._lease = self._redis.register_script(scripts.LEASE)
         self._leased = self._redis.register_script(scripts.LEASED)
         self._beat = self._redis.register_script(scripts.BEAT)
@@ -77,10 +74,6 @@ class Control:
         """The epoch, or None if Redis is new or was reset."""
         value = self._redis.get(self._keys.epoch)
         return None if value is None else int(value)
-
-    def advance_epoch(self, expected_new: int) -> int:
-        """Raises the epoch to `expected_new`; leaves a higher one alone. Returns the epoch."""
-        return int(self._advance(keys=[self._keys.epoch], args=[expected_new]))
 
     def forget_everything(self) -> int:
         """Deletes every key of the run, streams and ledger included: for a Redis that has gone back in time.
@@ -148,18 +141,6 @@ class Control:
         values = self._redis.hgetall(self._keys.versions)
         found = [version for value in values.values() if (version := _record(WeightVersion, value)) is not None]
         return {version.number: version for version in sorted(found, key=lambda version: version.number)}
-
-    def forget_versions(self, numbers: Iterable[int]) -> list[int]:
-        """Removes versions, except the latest and those under a lease. Returns the numbers that are gone.
-
-        Forget first and delete the files of what is returned: then no reader can lease a version that is being deleted.
-        """
-        wanted = sorted(set(numbers))
-        if not wanted:
-            return []
-        self._forget(keys=[self._keys.versions, self._keys.latest, self._keys.leases], args=wanted)
-        known = self._redis.hmget(self._keys.versions, [str(number) for number in wanted])
-        return [number for number, value in zip(wanted, known, strict=True) if value is None]
 
     def add_line(self, line: Line) -> None:
         """Raises: RuntimeError: if the number stands for another line already."""

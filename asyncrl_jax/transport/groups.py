@@ -177,7 +177,7 @@ class Entry:
 class GroupReader:
     """The learner's end of the group streams.
 
-    Every entry that `read` returned stays pending until `complete`, `ack` or `dead_letter`; a restarted reader of the
+    Every entry that `read` returned stays pending until `complete` or `dead_letter`; a restarted reader of the
     same name gets it again. An entry that kills its reader is found by being handed out alone after the restart, and
     goes to the dead letters once it was delivered `max_deliveries` times; entries whose reader came back for more are
     cleared of suspicion, however often they are redelivered.
@@ -231,21 +231,6 @@ class GroupReader:
                 self._held[entry.stream].add(entry.entry_id)
         entries, self._ready = self._ready[:count], self._ready[count:]
         return self._accept(entries)
-
-    def fetch(self, partition: int, entry_id: str) -> bytes | None:
-        """The bytes of an entry that is not completed yet, or None."""
-        found = self._redis.xrange(self._keys.groups(partition), entry_id, entry_id)
-        return self._redis.get(self._payload_key(found[0][1])) if found else None
-
-    def ack(self, entries: Sequence[Entry]) -> None:
-        """Acknowledges and deletes entries in one transaction, without settling their tickets."""
-        with self._redis.pipeline(transaction=True) as pipe:
-            for entry in entries:
-                stream = self._keys.groups(entry.partition)
-                pipe.xack(stream, GROUP_CONSUMERS, entry.entry_id)
-                pipe.xdel(stream, entry.entry_id)
-                self._held[stream].discard(entry.entry_id)
-            pipe.execute()
 
     def complete(
         self, pairs: Iterable[tuple[Entry, str]], outcome: Outcome, update: int | None, reason: str = ""

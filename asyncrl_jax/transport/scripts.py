@@ -314,16 +314,6 @@ return held
 
 # --- Control state ---
 
-# KEYS: epoch. ARGV: new epoch. Returns the epoch.
-ADVANCE = """
-local epoch = tonumber(redis.call('GET', KEYS[1]) or '0')
-if tonumber(ARGV[1]) > epoch then
-  redis.call('SET', KEYS[1], ARGV[1])
-  return tonumber(ARGV[1])
-end
-return epoch
-"""
-
 # KEYS: versions, latest. ARGV: number, JSON, identity, may point backwards.
 # Returns 1 if `latest` is this version, 0 if not, or the JSON of another version of the same number.
 ANNOUNCE = """
@@ -373,22 +363,6 @@ LEASED = (
     + """
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', NOW)
 return redis.call('ZRANGE', KEYS[1], 0, -1)
-"""
-)
-
-# KEYS: versions, latest, leases. ARGV: numbers. Keeps the latest and the leased.
-FORGET = (
-    _NOW
-    + """
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', NOW)
-local kept = {}
-for _, member in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do kept[string.match(member, '^%d+')] = true end
-local latest = redis.call('GET', KEYS[2])
-if latest then kept[latest] = true end
-for _, number in ipairs(ARGV) do
-  if not kept[number] then redis.call('HDEL', KEYS[1], number) end
-end
-return redis.status_reply('OK')
 """
 )
 

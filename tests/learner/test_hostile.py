@@ -98,7 +98,7 @@ def test_an_epoch_that_was_raised_without_a_loss_leaves_no_ticket_astray(server,
     config = small_config(tmp_path / "raised", server, num_updates=9)
     with ScriptedRun(config, server) as run:
         learner = run.make_learner()
-        once_at(learner, 5, lambda: run.control.advance_epoch(7))
+        once_at(learner, 5, lambda: run.redis.set(run.keys.epoch, 7))
         threading.Timer(25, learner.stop.set).start()
         run.drive(learner)
         report = run.audit()

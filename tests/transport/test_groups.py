@@ -65,7 +65,7 @@ def test_a_group_goes_through_and_its_ticket_is_trained(run, make_group, limits)
     assert entry.partition == partition_of(ticket.ticket_id, run.config.partitions)
     assert reader.complete(pairs([entry]), Outcome.TRAINED, 7) == 1
     assert reader.complete(pairs([entry]), Outcome.TRAINED, 7) == 0
-    assert reader.fetch(entry.partition, entry.entry_id) is None
+    assert run.client.xrange(run.keys.groups(entry.partition)) == []
     event = run.ledger.events()[-1]
     assert (event.outcome, event.update, event.ticket_id) == (Outcome.TRAINED, 7, ticket.ticket_id)
 
@@ -362,17 +362,6 @@ def test_an_entry_that_no_actor_submitted_never_reaches_the_learner(run, fields)
     letters = DeadLetters(run.client, run.keys).read()
     assert [letter.reason for letter in letters] == ["not_live"] * run.config.partitions
     assert run.ledger.counts()["pending"] == 1
-
-
-def test_ack_drops_entries_without_an_outcome(run):
-    (ticket,) = run.queue(1)
-    reader = run.reader()
-    entries = reader.read(1, 0)
-    reader.ack(entries)
-    reader.ack(entries)
-    assert not any(reader._held.values())
-    assert run.ledger.missing() == [ticket.ticket_id]  # what an ack without an outcome costs is visible
-    assert reader.depth() == 0
 
 
 def test_reading_goes_on_after_redis_was_emptied(run, make_group):

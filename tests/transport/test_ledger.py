@@ -32,7 +32,7 @@ def num_entries(run) -> int:
 def test_ids_are_unique_and_name_the_epoch(run):
     first, second = run.ledger.next_ticket_ids(3), run.ledger.next_ticket_ids(2)
     assert first + second == ["1-1", "1-2", "1-3", "1-4", "1-5"]
-    run.control.advance_epoch(7)
+    run.client.set(run.keys.epoch, 7)
     assert run.ledger.next_ticket_ids(1) == ["7-6"]
     assert run.ledger.next_ticket_ids(0) == []
 
@@ -79,7 +79,7 @@ def test_live_tells_the_state_and_place(run):
     assert (live[issued.ticket_id].state, live[issued.ticket_id].group_entry) == ("issued", None)
     assert (live[queued.ticket_id].state, live[queued.ticket_id].task_entry) == ("queued", None)
     place = live[queued.ticket_id]
-    assert run.reader().fetch(place.partition, place.group_entry) is not None
+    assert len(run.client.xrange(run.keys.groups(place.partition), place.group_entry, place.group_entry)) == 1
     assert run.client.xrange(run.keys.tasks)[0][0].decode() == live[issued.ticket_id].task_entry
 
 
