@@ -38,7 +38,8 @@ from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.server import Server
 from asyncrl_jax.transport.steering import Steering
 from asyncrl_jax.transport.tasks import TaskStream
-from asyncrl_jax.types import EvaluationRequest, EvaluationResult, FinishReason, Group, Ticket, Trajectory
+from asyncrl_jax.types import EvaluationRequest, EvaluationResult, Group, Ticket, Trajectory
+from tests.builders import make_trajectory
 
 
 class Crash(BaseException):
@@ -82,16 +83,12 @@ def scripted_group(ticket: Ticket, version: int) -> Group:
     def member(rng: np.random.Generator) -> Trajectory:
         length = int(rng.integers(4, 12))
         mask_T = (np.arange(length) >= 2).astype(np.uint8)
-        return Trajectory(
-            tokens=rng.integers(0, 16, length).astype(np.int32),
-            loss_mask=mask_T,
+        return make_trajectory(
+            rng.integers(0, 16, length),
+            np.where(mask_T, version, -1),
             behaviour_logprobs=np.where(mask_T, -rng.random(length) * 3, 0).astype(np.float32),
-            policy_versions=np.where(mask_T, version, -1).astype(np.int32),
             reward=float(rng.random()),
-            reward_parts=np.zeros(4, np.float32),
             success=bool(rng.random() < 0.5),
-            finish_reason=FinishReason.ANSWERED,
-            num_turns=1,
             sampling_started_at=ticket.issued_at,
             sampling_ended_at=ticket.issued_at + 1,
         )

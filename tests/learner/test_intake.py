@@ -9,28 +9,16 @@ from asyncrl_jax.config_data import PoolConfig
 from asyncrl_jax.learner.intake import Intake, traits_of
 from asyncrl_jax.learner.pool import Pool
 from asyncrl_jax.transport.codec import Limits
-from asyncrl_jax.types import FinishReason, Group, Outcome, Task, Ticket, Trajectory
+from asyncrl_jax.types import Group, Outcome, Trajectory
+from tests.builders import make_ticket, make_trajectory
 
 
-def member(reward: float, length: int = 6, success: bool | None = None) -> Trajectory:
-    mask = np.array([0, 0] + [1] * (length - 2), np.uint8)
-    return Trajectory(
-        tokens=np.ones(length, np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=-mask.astype(np.float32),
-        policy_versions=np.where(mask, 0, -1).astype(np.int32),
-        reward=reward,
-        reward_parts=np.zeros(4, np.float32),
-        success=reward >= 1 if success is None else success,
-        finish_reason=FinishReason.ANSWERED,
-        num_turns=1,
-        sampling_started_at=1.0,
-        sampling_ended_at=2.0,
-    )
+def member(reward: float, length: int = 6) -> Trajectory:
+    return make_trajectory(np.ones(length), [-1, -1] + [0] * (length - 2), reward=reward, success=reward >= 1)
 
 
 def group(count: int, rewards: list[float]) -> Group:
-    ticket = Ticket(f"1-{count}", Task("arithmetic", "train", 1, count), len(rewards), 0, 0, 4, 1.0, 0, 0.0)
+    ticket = make_ticket(f"1-{count}", index=count, group_size=len(rewards))
     return Group(ticket, tuple(map(member, rewards)), "actor-0", enqueued_at=3.0)
 
 

@@ -6,25 +6,14 @@ import numpy as np
 import pytest
 
 from asyncrl_jax.learner.quality import Band, Sample, quality_filter
-from asyncrl_jax.types import FinishReason, Task, Trajectory
+from asyncrl_jax.types import Task
+from tests.builders import make_trajectory
 
 
 def sample(task: int, tokens: list[int], reward: float) -> Sample:
+    versions = [-1] + [0] * (len(tokens) - 1)
     return Sample(
-        Task("arithmetic", "train", 1, task),
-        Trajectory(
-            tokens=np.array(tokens, np.int32),
-            loss_mask=np.array([0] + [1] * (len(tokens) - 1), np.uint8),
-            behaviour_logprobs=np.zeros(len(tokens), np.float32),
-            policy_versions=np.array([-1] + [0] * (len(tokens) - 1), np.int32),
-            reward=reward,
-            reward_parts=np.zeros(4, np.float32),
-            success=reward >= 1,
-            finish_reason=FinishReason.ANSWERED,
-            num_turns=1,
-            sampling_started_at=0.0,
-            sampling_ended_at=0.0,
-        ),
+        Task("arithmetic", "train", 1, task), make_trajectory(tokens, versions, reward=reward, success=reward >= 1)
     )
 
 

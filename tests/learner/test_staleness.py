@@ -6,26 +6,14 @@ import numpy as np
 
 from asyncrl_jax.learner.progress import Progress, lag_statistics
 from asyncrl_jax.learner.staleness import Staleness
-from asyncrl_jax.types import FinishReason, Line, Task, Ticket, Trajectory, WeightVersion
+from asyncrl_jax.types import Line, Task, Ticket, Trajectory, WeightVersion
+from tests.builders import make_trajectory
 
 VERSIONS = {n: WeightVersion(n, n - 1 if n else None, 0, n, "") for n in range(8)}
 
 
 def trajectory(versions: list[int]) -> Trajectory:
-    tags = np.asarray(versions, np.int32)
-    return Trajectory(
-        tokens=np.zeros_like(tags),
-        loss_mask=(tags >= 0).astype(np.uint8),
-        behaviour_logprobs=np.zeros(len(tags), np.float32),
-        policy_versions=tags,
-        reward=0.0,
-        reward_parts=np.zeros(4, np.float32),
-        success=False,
-        finish_reason=FinishReason.ANSWERED,
-        num_turns=1,
-        sampling_started_at=0.0,
-        sampling_ended_at=0.0,
-    )
+    return make_trajectory(np.zeros(len(versions)), versions)
 
 
 def test_wgt_06_a_trajectory_that_spans_versions_has_a_lag_per_token():

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from asyncrl_jax.config import Config, override
@@ -16,42 +15,16 @@ from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger, LedgerEvent
 from asyncrl_jax.transport.server import start_server
-from asyncrl_jax.types import FinishReason, Group, Line, Outcome, Task, Ticket, Trajectory, WeightVersion
+from asyncrl_jax.types import Group, Line, Outcome, WeightVersion
+from tests.builders import make_ticket, make_trajectory
 
 CONFIG = override(Config(), {"learner.groups_per_update": 2, "learner.group_size": 2})
 NUM_UPDATES = 3
 
 
-def ticket(name: str) -> Ticket:
-    return Ticket(
-        ticket_id=name,
-        task=Task("arithmetic", "train", 1, 0),
-        group_size=2,
-        line=0,
-        min_update=0,
-        deadline=4,
-        temperature=1.0,
-        seed=0,
-        issued_at=1.0,
-    )
-
-
 def group(name: str, versions: tuple[int, ...] = (0, 0, 0)) -> Group:
-    count = len(versions)
-    trajectory = Trajectory(
-        tokens=np.arange(count + 1, dtype=np.int32),
-        loss_mask=np.asarray([0] + [1] * count, np.uint8),
-        behaviour_logprobs=np.asarray([0.0] + [-1.0] * count, np.float32),
-        policy_versions=np.asarray([-1, *versions], np.int32),
-        reward=1.0,
-        reward_parts=np.asarray([1.0, 0.0, 0.0, 0.0], np.float32),
-        success=True,
-        finish_reason=FinishReason.ANSWERED,
-        num_turns=1,
-        sampling_started_at=1.0,
-        sampling_ended_at=2.0,
-    )
-    return Group(ticket(name), (trajectory, trajectory), "actor-0", enqueued_at=2.0)
+    trajectory = make_trajectory(range(len(versions) + 1), (-1, *versions), reward=1.0, success=True)
+    return Group(make_ticket(name), (trajectory, trajectory), "actor-0", enqueued_at=2.0)
 
 
 def archived(name: str, *updates: int, versions: tuple[int, ...] = (0, 0, 0)) -> ArchivedGroup:
@@ -59,7 +32,7 @@ def archived(name: str, *updates: int, versions: tuple[int, ...] = (0, 0, 0)) ->
 
 
 def issued(name: str) -> LedgerEvent:
-    return LedgerEvent(f"{1000 + int(name.split('-')[1])}-0", "issued", name, ticket(name))
+    return LedgerEvent(f"{1000 + int(name.split('-')[1])}-0", "issued", name, make_ticket(name))
 
 
 def ended(name: str, outcome: Outcome, number: int = 0) -> LedgerEvent:
@@ -230,7 +203,7 @@ def test_what_redis_still_holds_completes_the_files(run_dir):
         Control(client, keys).ensure_epoch(at_least=2)  # ids that no file has
         ledger = Ledger(client, keys)
         (name, other) = ledger.next_ticket_ids(2)
-        ledger.issue([ticket(name), ticket(other)])
+        ledger.issue([make_ticket(name), make_ticket(other)])
         ledger.settle(name, Outcome.FAILED)
         evidence = collect(run_dir, CONFIG, client)
         report = audit(run_dir, client)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from asyncrl_jax.transport.archive import ArchivedGroup, write_groups, write_ledger_events
 from asyncrl_jax.transport.ledger import LedgerEvent
-from asyncrl_jax.types import FinishReason, Group, Outcome, Task, Ticket, Trajectory
+from asyncrl_jax.types import Group, Outcome, Trajectory
+from tests.builders import make_ticket, make_trajectory
 
 pytest.importorskip("polars")
 pytest.importorskip("duckdb")
@@ -19,24 +19,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "data.md"
 
 
 def member(version: int, success: bool) -> Trajectory:
-    mask = np.array([0, 0, 1, 1, 1], np.uint8)
-    return Trajectory(
-        tokens=np.arange(5, dtype=np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=-mask.astype(np.float32),
-        policy_versions=np.where(mask, version, -1).astype(np.int32),
-        reward=float(success),
-        reward_parts=np.zeros(4, np.float32),
-        success=success,
-        finish_reason=FinishReason.ANSWERED,
-        num_turns=1,
-        sampling_started_at=1.0,
-        sampling_ended_at=2.0,
-    )
+    versions = [-1, -1, version, version, version]
+    return make_trajectory(range(5), versions, reward=float(success), success=success)
 
 
 def row(count: int, level: int, version: int, updates: tuple[int, ...], successes: tuple[bool, bool]) -> ArchivedGroup:
-    ticket = Ticket(f"1-{count}", Task("arithmetic", "train", level, count), 2, 0, 0, 4, 1.0, 0, 0.0)
+    ticket = make_ticket(f"1-{count}", level=level, index=count)
     group = Group(ticket, tuple(member(version, s) for s in successes), "actor-0", enqueued_at=3.0)
     return ArchivedGroup(group, dequeued_at=10.0, trained_at=12.0, line=0, updates=updates)
 
