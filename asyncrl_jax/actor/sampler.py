@@ -176,6 +176,7 @@ class Sampler:
         """
         members = [asyncio.create_task(self._play_member(ticket, i)) for i in range(ticket.group_size)]
         everyone: asyncio.Future[Any] = asyncio.gather(*members)
+        everyone.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, also when cut short
         cut = self._cut[ticket.ticket_id] = asyncio.Event()
         cutting: asyncio.Future[Any] = asyncio.create_task(cut.wait())
         try:

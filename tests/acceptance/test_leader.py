@@ -32,12 +32,12 @@ def test_killing_the_leader_every_20_s_for_5_minutes_costs_at_most_three_leases_
     process = subprocess.Popen([*command, *flags, "--config.orchestrator.num_instances=2"])
     took_over, updates = [], []
     try:
-        client = keys = None
+        while not (run_dir / "metrics" / "learner.jsonl").exists():  # it trains
+            _wait(1.0, process)
+        config = read_config(run_dir / "config.json")
+        client, keys = connect(config.redis, redis_password(config.redis)), Keys(config.redis.namespace)
         for _ in range(KILLS):
             _wait(EVERY_S, process)
-            if client is None:
-                config = read_config(run_dir / "config.json")
-                client, keys = connect(config.redis, redis_password(config.redis)), Keys(config.redis.namespace)
             updates.append(int(json.loads(client.get(keys.learner))["update"]))
             holder = client.hget(keys.leader, "holder")
             os.kill(int(holder.decode().split("/")[1]), signal.SIGKILL)

@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 
+from asyncrl_jax.actor import refresh
 from asyncrl_jax.actor.engines.base import EngineCounters
 from asyncrl_jax.actor.episode import EpisodeFailed
 from asyncrl_jax.actor.pulse import Pulse
@@ -19,7 +20,7 @@ from asyncrl_jax.actor.watchdog import Watchdog
 from asyncrl_jax.config import ActorConfig
 from asyncrl_jax.transport.steering import ActorOrder, Directives
 from asyncrl_jax.transport.tasks import Delivery
-from asyncrl_jax.types import FinishReason, Task, Ticket, Trajectory
+from asyncrl_jax.types import FinishReason, Task, Ticket, Trajectory, WeightVersion
 
 
 def ticket(number=1, size=4):
@@ -275,6 +276,23 @@ def test_sessions_that_wait_for_tokens_are_counted():
         assert watched.num_generating == 0
 
     asyncio.run(run())
+
+
+def test_obs_07_a_wait_for_weights_says_what_for_and_that_it_is_over(monkeypatch, caplog):
+    monkeypatch.setattr(refresh, "_PATIENCE_S", 0.02)
+    refresher = refresh.Refresher(None, None, None, poll_interval_s=1.0, max_behind=2)
+
+    async def run():
+        waiting = asyncio.create_task(refresher.until_serves(dataclasses.replace(ticket(), min_update=3)))
+        await until(lambda: "has waited" in caplog.text)
+        async with refresher._loaded:
+            refresher.version = WeightVersion(3, None, 0, 3, "")
+            refresher._loaded.notify_all()
+        await waiting
+
+    asyncio.run(run())
+    assert "ticket 1-1 has waited 0 s for weights of update 3 on line 0; loaded is None" in caplog.text
+    assert "ticket 1-1 goes on after" in caplog.text
 
 
 class Orders:

@@ -126,9 +126,7 @@ def test_a_checkpoint_stays_until_a_later_one_has_passed(server, tmp_path):
 ROLLBACK_CRASHES = {
     "before_the_archive_is_cleared": (Ledger, "undo", False),
     "after_it": (Ledger, "undo", True),
-    "before_checkpoints_go": ("checkpoints", "discard_newer", False),
     "after_they_went": ("checkpoints", "discard_newer", True),
-    "before_the_line_is_known": ("control", "add_line", False),
     "after_it_is": ("control", "add_line", True),
 }
 
