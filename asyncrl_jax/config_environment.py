@@ -77,7 +77,6 @@ class ToolsConfig:
     """Tools that a policy may call in environments that speak text, and what they may take."""
 
     names: tuple[str, ...] = setting((), "tools offered: calculator, python; empty for none")
-    mcp_servers: tuple[str, ...] = setting((), "URLs of MCP servers whose tools are offered too")
     timeout_s: float = setting(10.0, "longest one call may take, in seconds")
     max_malformed: int = setting(3, "malformed calls that are answered; the next one ends the episode")
     max_result_characters: int = setting(4000, "longest answer of a call; the middle of a longer one is left out")
