@@ -32,7 +32,8 @@ def test_killing_the_leader_every_20_s_for_5_minutes_costs_at_most_three_leases_
     process = subprocess.Popen([*command, *flags, "--config.orchestrator.num_instances=2"])
     took_over, updates = [], []
     try:
-        while not (run_dir / "metrics" / "learner.jsonl").exists():  # it trains
+        rows = run_dir / "metrics" / "learner.jsonl"
+        while not (rows.exists() and rows.stat().st_size):  # it trains
             _wait(1.0, process)
         config = read_config(run_dir / "config.json")
         client, keys = connect(config.redis, redis_password(config.redis)), Keys(config.redis.namespace)
