@@ -284,12 +284,6 @@ class Config:
             "needs --config.pool.refill_groups_per_update=0: which groups are replaced depends on who comes first",
         )
         require(
-            self.actor.engine != "vllm_server" or self.vllm.server_url != "",
-            "vllm.server_url",
-            self.vllm.server_url,
-            "name the server that actor.engine=vllm_server talks to",
-        )
-        require(
             self.environment.max_tokens <= self.model.max_positions,
             "environment.max_tokens",
             self.environment.max_tokens,

@@ -6,14 +6,14 @@ import dataclasses
 
 from asyncrl_jax.config_leaf import require, setting
 
-ENGINES = ("jax", "vllm", "vllm_server")
+ENGINES = ("jax", "vllm")
 SWAP_BOUNDARIES = ("token", "turn", "episode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     num_hosts: int = setting(2, "actor hosts that the local launcher starts")
-    engine: str = setting("jax", "what samples: jax (built in), vllm (in the host) or vllm_server (over HTTP)")
+    engine: str = setting("jax", "what samples: jax (built in) or vllm")
     slots: int = setting(64, "sequences one engine decodes together")
     swap_at: str = setting("token", "where new weights may come in: between two tokens, turns or episodes")
     temperature: float = setting(1.0, "of sampling in training and evaluation")
@@ -48,10 +48,10 @@ class VllmConfig:
     block_size: int = setting(
         32, "tokens in a block of the key-value cache, which shares prefixes by whole blocks; on a CPU a multiple of 32"
     )
-    max_batched_tokens: int = setting(2048, "tokens in one step, prefill included; longer prompts are split")
+    prefix_reuse: bool = setting(True, "prefixes that were computed are shared among turns and sessions")
+    max_batched_tokens: int = setting(2048, "tokens in one step, prefill included; on a CPU prompts are never split")
     routed_experts: bool = setting(False, "completions can say which experts served each token")
     start_timeout_s: float = setting(300.0, "longest wait for vLLM to start, in s")
-    server_url: str = setting("", "of the vLLM server, for actor.engine=vllm_server: http://host:port")
 
     def __post_init__(self) -> None:
         require(self.dtype in ("float32", "bfloat16"), "vllm.dtype", self.dtype, "use float32 or bfloat16")
@@ -61,9 +61,3 @@ class VllmConfig:
         require(self.block_size >= 1, "vllm.block_size", self.block_size, "at least 1")
         require(self.max_batched_tokens >= 1, "vllm.max_batched_tokens", self.max_batched_tokens, "at least 1")
         require(self.start_timeout_s > 0, "vllm.start_timeout_s", self.start_timeout_s, "more than 0")
-        require(
-            self.server_url == "" or self.server_url.startswith(("http://", "https://")),
-            "vllm.server_url",
-            self.server_url,
-            "use http://host:port",
-        )

@@ -18,10 +18,10 @@ TOLERANCE = 1e-4  # nats, between the engine and the learner's model, in fp32
 class EngineHost:
     """An engine, the event loop it lives on, and published versions 0, 1 and 2. Starting one may take seconds."""
 
-    def __init__(self, engine, directory):
+    def __init__(self, engine, directory, publish=publish_versions):
         self.engine = engine
         self.directory = str(directory)
-        self.versions = publish_versions(self.directory)
+        self.versions = publish(self.directory)
         self.loop = asyncio.new_event_loop()
         self.running = self.loop.create_task(engine.run())
         self.loop.run_until_complete(self.load(0))

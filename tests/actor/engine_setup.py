@@ -29,23 +29,23 @@ MODEL = ModelConfig(
 MAX_TOKENS = 48  # more than a block of vLLM's cache
 
 
-@jax.jit
-def _logits(params, tokens_1T, segment_ids_1T):
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model, params, tokens_1T, segment_ids_1T):
     positions_1T = jnp.arange(MAX_TOKENS, dtype=jnp.int32)[None]
-    return merge(graph_of(MODEL), params)(tokens_1T, positions_1T, segment_ids_1T)[0]
+    return merge(graph_of(model), params)(tokens_1T, positions_1T, segment_ids_1T)[0]
 
 
-def full_logits(params, tokens):
+def full_logits(params, tokens, model=MODEL):
     """Logits [T, V] of one sequence, without a cache and without the engine."""
     padding = (0, MAX_TOKENS - len(tokens))
     tokens_1T = np.pad(np.asarray(tokens, np.int32), padding)[None]
     segment_ids_1T = np.pad(np.ones(len(tokens), np.int32), padding)[None]
-    return np.asarray(_logits(params, tokens_1T, segment_ids_1T))[: len(tokens)]
+    return np.asarray(_logits(model, params, tokens_1T, segment_ids_1T))[: len(tokens)]
 
 
-def full_logprobs(params, tokens, temperature=1.0):
+def full_logprobs(params, tokens, temperature=1.0, model=MODEL):
     """Log-prob [T - 1] of tokens[1:], each given those before it."""
-    scaled = full_logits(params, tokens)[:-1].astype(np.float64) / temperature
+    scaled = full_logits(params, tokens, model)[:-1].astype(np.float64) / temperature
     logprobs = scaled - np.log(np.exp(scaled - scaled.max(1, keepdims=True)).sum(1, keepdims=True))
     logprobs -= scaled.max(1, keepdims=True)
     return np.take_along_axis(logprobs, np.asarray(tokens)[1:, None], axis=1)[:, 0]
@@ -55,9 +55,14 @@ def full_logprobs(params, tokens, temperature=1.0):
 def make_version(number):
     """(params, manifest, tensors by Hugging Face name) of version `number`."""
     params = init_params(MODEL, number)
-    tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, (4, 12)).astype(np.int32)
-    logprobs = np.stack([full_logprobs(params, row) for row in tokens]).astype(np.float32)
-    tensors = {name: np.asarray(value) for name, value in to_tensors(MODEL, params).items()}
+    return params, *version_of(MODEL, params, number)
+
+
+def version_of(model, params, number):
+    """(manifest, tensors by Hugging Face name) of weights, as the learner would publish them."""
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (4, 12)).astype(np.int32)
+    logprobs = np.stack([full_logprobs(params, row, model=model) for row in tokens]).astype(np.float32)
+    tensors = {name: np.asarray(value) for name, value in to_tensors(model, params).items()}
     leaves = tuple(Leaf.of(name, tensors[name]) for name in sorted(tensors))
     manifest = Manifest(
         number=number,
@@ -68,7 +73,7 @@ def make_version(number):
         canary=Canary(tokens, logprobs),
         created_at=0.0,
     )
-    return params, manifest, tensors
+    return manifest, tensors
 
 
 def publish_versions(directory, numbers=range(3)):

@@ -34,6 +34,7 @@ def _wrong(name):
     replaced = {
         "skipped repacking": ("forget_packed_experts", lambda _model: None),
         "stale tied head": ("repack_tied_head", lambda _model: None),
+        "stale sinks": ("set_directly", lambda _model, _tensors: ""),
         "dropped leaf": ("_stream", _without("model.layers.1.post_attention_layernorm.weight")),
         "dropped expert leaf": ("_stream", _without("model.layers.1.mlp.experts.down_proj")),
         "renamed leaf": ("_stream", _renamed),
@@ -55,14 +56,14 @@ _right_stream = vllm_worker._stream
 
 
 def _without(dropped):
-    return lambda tensors: _right_stream({name: value for name, value in tensors.items() if name != dropped})
+    return lambda tensors, kind: _right_stream({k: v for k, v in tensors.items() if k != dropped}, kind)
 
 
-def _renamed(tensors):
-    name = "model.layers.1.mlp.gate.weight"
-    return _right_stream({("model.layers.1.mlp.gatt.weight" if key == name else key): v for key, v in tensors.items()})
+def _renamed(tensors, kind):
+    right, wrong = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gatt.weight"
+    return _right_stream({(wrong if name == right else name): value for name, value in tensors.items()}, kind)
 
 
-def _permuted(tensors):
+def _permuted(tensors, kind):
     changed = {name: np.roll(value, 1, axis=0) for name, value in tensors.items() if name.endswith("experts.down_proj")}
-    return _right_stream(tensors | changed)
+    return _right_stream(tensors | changed, kind)

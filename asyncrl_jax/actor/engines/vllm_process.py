@@ -73,6 +73,8 @@ class VllmProcess:
         with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as directory:
             # One position more than a sequence has: scoring a whole one samples a token that nobody reads.
             fields = hf_config(self._model) | {"max_position_embeddings": self._max_tokens + 1}
+            if "sliding_window_size" in fields:  # the hub does not count the current token, vLLM does
+                fields["sliding_window_size"] = self._model.attention.window
             (Path(directory) / "config.json").write_text(json.dumps(fields))
             args = AsyncEngineArgs(
                 model=directory,
@@ -82,9 +84,9 @@ class VllmProcess:
                 dtype=self._config.dtype,
                 max_model_len=self._max_tokens + 1,
                 max_num_seqs=self._num_slots,
-                max_num_batched_tokens=max(self._config.max_batched_tokens, self._num_slots),
+                max_num_batched_tokens=max(self._config.max_batched_tokens, self._num_slots, self._max_tokens + 1),
                 block_size=self._config.block_size,
-                enable_prefix_caching=True,
+                enable_prefix_caching=self._config.prefix_reuse,
                 logprobs_mode="processed_logprobs",  # of the distribution sampled from, temperature included
                 max_logprobs=TOP,
                 worker_extension_cls=WORKER_EXTENSION,
@@ -96,7 +98,13 @@ class VllmProcess:
 
     def _device_arguments(self, on_cpu: bool) -> dict[str, Any]:
         if on_cpu:
-            return {"enforce_eager": True, "distributed_executor_backend": "uni", "gpu_memory_utilization": 0.2}
+            return {
+                "enforce_eager": True,
+                "distributed_executor_backend": "uni",
+                "gpu_memory_utilization": 0.2,
+                # A split prompt of a request with a seed kills the engine: it rewinds the generator, which CPUs cannot.
+                "enable_chunked_prefill": False,
+            }
         return {
             "gpu_memory_utilization": self._config.gpu_memory_share,
             "enable_return_routed_experts": self._config.routed_experts,

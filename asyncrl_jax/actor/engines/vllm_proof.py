@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from asyncrl_jax.actor.engines.vllm_backend import Backend, SamplingRequest
+from asyncrl_jax.actor.engines.vllm_backend import TOP, Backend, SamplingRequest
 from asyncrl_jax.weights.manifest import Manifest, WeightsMismatch
 
 PROOF_TOKENS = 4  # sampled for each row of a proof
@@ -105,13 +105,14 @@ async def _continue(
 def _misreported(reported: Mapping[int, float], confirmed: Mapping[int, float], temperature: float) -> float:
     """By how much `reported` log-probs miss what temperature makes of the `confirmed` ones, in nats.
 
-    `confirmed` holds the most likely tokens only, and temperature, below 1, makes the rest less likely: with p the
-    least of the known probabilities and r the sum of the unknown ones, what they add to the normaliser is between 0 and
-    r p^(1/temperature - 1). With a small vocabulary nothing is unknown.
+    `confirmed` holds the TOP most likely tokens and the sampled one, and temperature, below 1, makes the rest less
+    likely: with p the least of the TOP probabilities and r the sum of the unknown ones, what they add to the normaliser
+    is between 0 and r p^(1/temperature - 1). With a small vocabulary nothing is unknown.
     """
     known = math.fsum(math.exp(value) for value in confirmed.values())
     scaled = math.fsum(math.exp(value / temperature) for value in confirmed.values())
-    unknown = max(0.0, 1.0 - known) * math.exp(min(confirmed.values()) * (1.0 / temperature - 1.0))
+    least = sorted(confirmed.values(), reverse=True)[:TOP][-1]
+    unknown = max(0.0, 1.0 - known) * math.exp(least * (1.0 / temperature - 1.0))
     low, high = math.log(scaled), math.log(scaled + unknown)
     worst = 0.0
     for token, value in reported.items():

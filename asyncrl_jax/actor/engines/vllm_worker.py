@@ -20,11 +20,15 @@ import numpy as np
 
 from asyncrl_jax.types import WeightVersion
 from asyncrl_jax.weights.manifest import Manifest, VersionGone, WeightsMismatch
-from asyncrl_jax.weights.read import read
+from asyncrl_jax.weights.read import WeightsReader
 
 ROUTED_PREFIX = "routed/"  # of the ids of requests that ask for their experts
 _MAX_ROUTINGS = 4096  # finished requests whose experts are kept until somebody takes them
 _PARENT_POLL_S = 1.0
+
+_DIRECT = ("attention_sink_bias", "e_score_correction_bias")  # see `set_directly`
+_READS_STACKED_EXPERTS = ("qwen3_moe",)  # vLLM skips stacked ones of others without a word
+_EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}  # gate, up and down; others have those very names
 
 # What loading by name raises when a tensor is unknown, missing or misshapen; vLLM has no error of its own for it.
 _LOAD_ERRORS = (KeyError, ValueError, AssertionError, RuntimeError, AttributeError, IndexError)
@@ -49,7 +53,11 @@ class WorkerExtension:
 
     def asyncrl_stage(self, directory: str, version: dict[str, Any]) -> None:
         """Starts to read and verify a version on a thread, while sampling goes on."""
-        self._asyncrl_stage = _Stage(directory, WeightVersion(**version))
+        reader = getattr(self, "_asyncrl_reader", None)
+        if reader is None or reader.directory != directory:
+            reader = WeightsReader(directory)
+        self._asyncrl_reader = reader
+        self._asyncrl_stage = _Stage(reader, WeightVersion(**version))
 
     def asyncrl_staged(self) -> dict[str, Any] | None:
         """None while it is being read; then {} or the error, as `error_of` takes it."""
@@ -96,16 +104,16 @@ def _error(error: Exception) -> dict[str, Any]:
 class _Stage:
     """A version that is read into host memory on a thread."""
 
-    def __init__(self, directory: str, version: WeightVersion) -> None:
+    def __init__(self, reader: WeightsReader, version: WeightVersion) -> None:
         self.version = version
-        self._directory = directory
+        self._reader = reader
         self._read: tuple[Manifest, dict[str, np.ndarray]] | None = None
         self._result: dict[str, Any] | None = None
         threading.Thread(target=self._run, name=f"read v{version.number}", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._read = read(self._directory, self.version)
+            self._read = self._reader.read(self.version)
             self._result = {}
         except (VersionGone, WeightsMismatch) as error:
             self._result = _error(error)
@@ -131,21 +139,28 @@ def load_into(worker: Any, manifest: Manifest, tensors: dict[str, np.ndarray]) -
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    model, where = worker.get_model(), f"v{manifest.number}"
+    model, config = worker.get_model(), worker.model_runner.model_config
+    text_config = config.hf_text_config
+    tied = bool(getattr(text_config, "tie_word_embeddings", False))
+    direct = {name: array for name, array in tensors.items() if name.endswith(_DIRECT)}
+    streamed = {name: array for name, array in tensors.items() if name not in direct}
     with set_current_vllm_config(worker.vllm_config):
         if worker.device.type == "cpu":
             forget_packed_experts(model)
+        owned = _owned(model)
         initialize_layerwise_reload(model)
-        needs = _needs(model)
+        needs = _needs(model, owned, tied)
         try:
-            model.load_weights(_stream(tensors))
-            problem = _incomplete(model, needs, sum(array.size for array in tensors.values()))
+            model.load_weights(_stream(streamed, text_config.model_type))
+            problem = _incomplete(model, needs, sum(array.size for array in streamed.values()))
         except _LOAD_ERRORS as error:
             problem = f"the engine cannot load them: {error!r}"
-        finalize_layerwise_reload(model, worker.model_runner.model_config)
-        repack_tied_head(model)
+        finalize_layerwise_reload(model, config)
+        if tied:
+            repack_tied_head(model)
+        problem = problem or set_directly(model, direct)
     if problem:
-        raise WeightsMismatch("leaves", f"{where}: {problem[:500]}")
+        raise WeightsMismatch("leaves", f"v{manifest.number}: {problem[:500]}")
 
 
 def forget_packed_experts(model: Any) -> None:
@@ -164,32 +179,74 @@ def forget_packed_experts(model: Any) -> None:
 
 def repack_tied_head(model: Any) -> None:
     """Makes a head that shares the embedding forget its own packed copy of the old weights."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and head.weight is model.model.embed_tokens.weight:
-        head.quant_method.process_weights_after_loading(head)
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
-def _stream(tensors: dict[str, np.ndarray]) -> Iterator[tuple[str, Any]]:
+def set_directly(model: Any, tensors: dict[str, np.ndarray]) -> str:
+    """Copies what a reload would lose into the model; says what does not fit.
+
+    vLLM's MiMo-V2 copies attention sinks to the placeholder that stands for a layer during a reload; and the selection
+    bias of a router is shared with its experts, whose own reload overwrites it with memory that nobody wrote.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    parameters = {name: value for name, value in model.named_parameters() if name.endswith(_DIRECT)}
+    if parameters.keys() != tensors.keys():
+        return f"sinks and biases {sorted(tensors)[:3]} for a model that has {sorted(parameters)[:3]}"
+    for name, array in tensors.items():
+        own, tensor = parameters[name], _torch(array)
+        start = 0 if len(own) == len(tensor) else get_tensor_model_parallel_rank() * len(own)  # heads are sharded
+        own.data.copy_(tensor[start : start + len(own)])
+    return ""
+
+
+def _stream(tensors: dict[str, np.ndarray], model_type: str) -> Iterator[tuple[str, Any]]:
     """Tensors in order of their names, which keeps those of a layer together; views of the same memory."""
+    for name in sorted(tensors):
+        tensor = _torch(tensors[name])
+        block, _, leaf = name.rpartition(".")
+        if model_type in _READS_STACKED_EXPERTS or leaf not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        gate, up, down = _EXPERT_NAMES.get(model_type, ("gate_proj", "up_proj", "down_proj"))
+        for expert in range(len(tensor)):
+            if leaf == "down_proj":
+                yield f"{block}.{expert}.{down}.weight", tensor[expert]
+            else:
+                halves = tensor[expert].chunk(2)
+                yield f"{block}.{expert}.{gate}.weight", halves[0]
+                yield f"{block}.{expert}.{up}.weight", halves[1]
+
+
+def _torch(array: np.ndarray) -> Any:
+    """The same memory as a torch tensor."""
     import torch
 
-    for name in sorted(tensors):
-        array = np.ascontiguousarray(tensors[name])
-        if array.dtype.name == "bfloat16":  # NumPy's is not torch's
-            yield name, torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-        else:
-            yield name, torch.from_numpy(array)
+    array = np.ascontiguousarray(array)
+    if array.dtype.name == "bfloat16":  # NumPy's is not torch's
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
-def _needs(model: Any) -> dict[str, int]:
+def _owned(model: Any) -> dict[str, list[str]]:
+    """Parameters of each layer by its name; one that several layers share is the first one's. Only before a reload."""
+    owned: dict[str, list[str]] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = {key: value for key, value in module._parameters.items() if value is not None and key not in _DIRECT}
+        owned[name] = [key for key, value in own.items() if id(value) not in seen]
+        seen.update(map(id, own.values()))
+    return owned
+
+
+def _needs(model: Any, owned: dict[str, list[str]], tied: bool) -> dict[str, int]:
     """Elements that each layer is to be given, by name. Only between the start of a reload and its first tensor."""
     needs: dict[str, int] = {}
-    seen: set[int] = set()  # a tied head shares the embedding's parameter
-    for name, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
-        seen.update(map(id, own))
-        needed = sum(getattr(p, "weight_loader_numel", p.numel()) for p in own) - _padding(module)
-        if own and needed > 0:
+    for name, keys in owned.items():
+        module = model.get_submodule(name)
+        values = [module._parameters[key] for key in keys]
+        needed = sum(getattr(value, "weight_loader_numel", value.numel()) for value in values) - _padding(module)
+        if needed > 0 and not (tied and name == "lm_head"):
             needs[name] = needed
     return needs
 

@@ -1,0 +1,64 @@
+"""Rollout: tokens a second of each engine, same checkpoint, 64 sequences, one thread; prefix reuse; swaps in flight.
+
+    python -m benchmarks.rollout [--vllm .venv-vllm/bin/python] [--tunix PYTHON] [--repeats 3]
+
+Every engine runs in a process of its own, with the interpreter of an environment that has it; one that is not named is
+left out. `ratio_to_vllm` and `ratio_to_tunix` are the JAX engine's tokens a second over theirs. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+}
+
+
+def measure(python: str, engine: str, directory: str, repeats: int) -> dict[str, Any]:
+    """What `rollout_peer` prints for one engine."""
+    command = [python, "-m", "benchmarks.peers.rollout_peer", engine, directory, str(repeats)]
+    environment = os.environ | ONE_THREAD | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    print(json.dumps({engine: result}), flush=True)
+    return result
+
+
+def main() -> int:
+    """Measures every engine that has an environment."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ROOT / ".venv-vllm" / "bin" / "python"
+    parser.add_argument("--vllm", default=str(default) if default.exists() else "", help="interpreter that has vLLM")
+    parser.add_argument("--tunix", default="", help="interpreter that has google-tunix")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of which the best counts")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rollout-") as directory:
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.peers.rollout_peer", "publish", directory, "0"],
+            check=True,
+            cwd=ROOT,
+            env=os.environ | ONE_THREAD | {"PYTHONPATH": str(ROOT)},
+        )
+        results = {"jax": measure(sys.executable, "jax", directory, args.repeats)}
+        for engine, python in (("vllm", args.vllm), ("tunix", args.tunix)):
+            if python:
+                results[engine] = measure(python, engine, directory, args.repeats)
+    own = results["jax"]["tokens_per_s"]
+    ratios = {f"ratio_to_{name}": own / other["tokens_per_s"] for name, other in results.items() if name != "jax"}
+    print(json.dumps(ratios | results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
