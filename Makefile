@@ -59,8 +59,8 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/pytest -m 'not acceptance and not vllm' $(ARGS)
 
-test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
+test-vllm: $(VLLM_STAMP) # warnings of vLLM and torch are not ours to mend
+	$(VLLM_VENV)/bin/python -m pytest -W default -m vllm tests/vllm $(ARGS)
 
 accept: $(STAMP)
 	$(BIN)/pytest -m acceptance $(ARGS)
