@@ -13,7 +13,9 @@ from typing import Any
 
 from asyncrl_jax.config_actor import ActorConfig, VllmConfig
 from asyncrl_jax.config_data import ArchiveConfig, ObserveConfig, PoolConfig
+from asyncrl_jax.config_distributed import DistributedConfig
 from asyncrl_jax.config_environment import EnvironmentConfig, RewardConfig, ToolsConfig
+from asyncrl_jax.config_experts import ExpertsConfig
 from asyncrl_jax.config_leaf import branch, require, setting
 from asyncrl_jax.config_learner import LearnerConfig
 from asyncrl_jax.config_model import MeshConfig, ModelConfig
@@ -182,6 +184,8 @@ class Config:
     weights: WeightsConfig = branch(WeightsConfig)
     model: ModelConfig = branch(ModelConfig)
     mesh: MeshConfig = branch(MeshConfig)
+    experts: ExpertsConfig = branch(ExpertsConfig)
+    distributed: DistributedConfig = branch(DistributedConfig)
     lag: LagConfig = branch(LagConfig)
     environment: EnvironmentConfig = branch(EnvironmentConfig)
     reward: RewardConfig = branch(RewardConfig)

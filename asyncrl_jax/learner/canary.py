@@ -7,17 +7,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from asyncrl_jax.config import Config, ModelConfig
 from asyncrl_jax.learner.compiled import CompiledStep
 from asyncrl_jax.learner.forward import Forward
 from asyncrl_jax.learner.logprobs import token_logprobs
 from asyncrl_jax.learner.supervised import SupervisedBatch
+from asyncrl_jax.models.mesh import replicated
 from asyncrl_jax.models.transformer import Params, graph_of
 
 
 @functools.cache
-def _scorer(config: ModelConfig) -> CompiledStep:
+def _scorer(config: ModelConfig, mesh: Mesh | None) -> CompiledStep:
     """Compiled once per model, not once per published version."""
     forward = Forward(graph_of(config))
 
@@ -29,7 +31,7 @@ def _scorer(config: ModelConfig) -> CompiledStep:
         targets = tokens_CT[:, 1:]
         return token_logprobs(logits_CTV[:, :-1], targets, jnp.ones(targets.shape))[0]
 
-    return CompiledStep(score)
+    return CompiledStep(score, **({} if mesh is None else {"out_shardings": replicated(mesh)}))
 
 
 def canary_logprobs(config: Config, params: Params, tokens_CT: np.ndarray) -> np.ndarray:
@@ -37,4 +39,6 @@ def canary_logprobs(config: Config, params: Params, tokens_CT: np.ndarray) -> np
 
     An engine that holds these weights gives the same numbers; the manifest of a version carries them.
     """
-    return np.asarray(_scorer(config.model)(params, jnp.asarray(tokens_CT, jnp.int32)))
+    sharding = next(iter(params.values())).sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None  # every process then gets all of the result
+    return np.asarray(_scorer(config.model, mesh)(params, np.asarray(tokens_CT, np.int32)))

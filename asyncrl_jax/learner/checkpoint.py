@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from asyncrl_jax.models.mesh import to_mesh
 from asyncrl_jax.weights import commit, manifest, read, save
 
 COMMIT_FILE = "checkpoint.json"
@@ -61,6 +62,11 @@ class Checkpoints:
         self._writer = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
         self._durable = self.latest()
+
+    @property
+    def directory(self) -> str:
+        """Where they are."""
+        return str(self._root)
 
     def save(self, step: int, tree: Any, meta: dict[str, Any]) -> None:
         """Starts saving in the background; waits first for the save before it.
@@ -261,7 +267,11 @@ def _placed(name: str, array: np.ndarray, key_kind: str | None, like: Any) -> An
         raise manifest.WeightsMismatch(
             "leaves", f"{name} was saved as {saved}, to be restored as {wanted}; nothing is cast"
         )
-    return array if isinstance(like, np.ndarray) else jax.device_put(value, like.sharding)
+    if isinstance(like, np.ndarray):
+        return array
+    if key_kind is None and not like.sharding.is_fully_addressable:
+        return to_mesh(array, like.sharding)
+    return jax.device_put(value, like.sharding)
 
 
 def _exact_json(meta: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.groups import GroupReader
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
+from asyncrl_jax.transport.orders import Orders
 from asyncrl_jax.transport.payloads import PayloadStore
 from asyncrl_jax.transport.steering import Directives, Steering
 from asyncrl_jax.types import LearnerState, Line, WeightVersion
@@ -44,7 +45,15 @@ log = logging.getLogger(__name__)
 class Learner:
     """The parts of one learner and the state they share. `start_or_resume` fills it; `train` runs it."""
 
-    def __init__(self, config: Config, run_dir: Path, redis_password: str | None, stop: threading.Event):
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        redis_password: str | None,
+        stop: threading.Event,
+        orders: Orders | None = None,
+    ):
+        """Args: orders: to the other processes of this learner, if it has any (`distributed.py`)."""
         self.config = config
         self.lag = config.effective_lag
         self.stop = stop
@@ -60,7 +69,7 @@ class Learner:
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.keep_checkpoints)
         self.settlement = Settlement(run_dir / "archive", self.reader, self.ledger, self.control, config.archive)
         self.metrics = Metrics(run_dir, "learner", config.observe)
-        self.trainer = Trainer(config)
+        self.trainer = Trainer(config, orders)
         self.pool = Pool(config.learner.replay_ratio, config.pool)
         self.staleness = Staleness(
             {}, {0: Line(0)}, config.most_token_updates, mask_over_age=self.lag.straggler_policy == "mask"
@@ -284,7 +293,7 @@ class Learner:
             vouched.add(self.directives.keep_update)
         self.checkpoints.protected = frozenset(vouched)
         finished, self.finished = self.finished, []
-        self.checkpoints.save(self.update, self.trainer.state, self._checkpoint_meta(finished))
+        self.checkpoints.save(self.update, self.trainer.host_state(), self._checkpoint_meta(finished))
         self.saving = (self.update, finished)
 
     def _checkpoint_meta(self, finished: list[TrainedGroup]) -> dict[str, Any]:

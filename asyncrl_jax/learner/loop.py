@@ -15,20 +15,31 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from pathlib import Path
 
+import jax
+
+from asyncrl_jax import exit_codes
 from asyncrl_jax.config import Config
 from asyncrl_jax.seeds import derive_seed
+from asyncrl_jax.transport.codec import Limits
+from asyncrl_jax.transport.connection import connect
+from asyncrl_jax.transport.fetch import fetch_groups
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.orders import Orders
+from asyncrl_jax.transport.payloads import PayloadStore
 from asyncrl_jax.types import Outcome
 
 from .directives import obey
+from .distributed import agreed_name, follow, join
 from .learner import Learner
 from .pool import Drawn, PooledGroup
 from .resume import reopen_after_reset, start_or_resume
-from .trainer import StopRequested
+from .trainer import StopRequested, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -46,18 +57,35 @@ def run_learner(config: Config, run_dir: Path, redis_password: str | None, stop:
     Raises:
       RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
     """
-    learner = Learner(config, run_dir, redis_password, stop)
+    if not join(config.distributed):
+        return _lead(Learner(config, run_dir, redis_password, stop))
+    redis, keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
+    orders = Orders(redis, keys, agreed_name())
+    if jax.process_index() == 0:
+        return _lead(Learner(config, run_dir, redis_password, stop, orders))
+    payloads = PayloadStore(config.redis.payload_directory or run_dir / "payloads")
+    limits = Limits.from_config(config)
+    fetch = functools.partial(fetch_groups, redis, keys, limits=limits, payloads=payloads)
+    return follow(Trainer(config), orders, fetch, config)
+
+
+def _lead(learner: Learner) -> int:
+    """The whole run of a learner's first or only process."""
     learner.vitals.start()
+    status = exit_codes.FAILED
     try:
         start_or_resume(learner)
         train(learner)
         while finish(learner):
             train(learner)
+        status = exit_codes.FINISHED
     except StopRequested:
         log.info("stopped during the warm start")
+        status = exit_codes.FINISHED
     finally:
+        learner.trainer.close(status)
         learner.close()
-    return 0
+    return status
 
 
 def train(learner: Learner) -> None:

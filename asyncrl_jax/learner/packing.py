@@ -9,14 +9,14 @@ Dimensions: M microbatches, R rows of a microbatch, L positions of a row, G traj
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
 from asyncrl_jax.config import Config, LearnerConfig
-from asyncrl_jax.types import Group, Trajectory
+from asyncrl_jax.types import Group, Ticket, Trajectory
 
 Array = Any  # numpy.ndarray on the host, jax.Array inside of the step
 
@@ -42,6 +42,20 @@ class PackedUpdate(NamedTuple):
         return int(self.loss_mask.sum())
 
 
+_FEATURES: dict[str, tuple[type, float]] = {  # dtype, and what padding holds
+    "tokens": (np.int32, 0),
+    "targets": (np.int32, 0),
+    "segment_ids": (np.int32, 0),
+    "positions": (np.int32, 0),
+    "loss_mask": (np.bool_, 0),
+    "behaviour_logprobs": (np.float32, 0),
+    "advantages": (np.float32, 0),
+    "temperature": (np.float32, 1),
+    "token_lag": (np.int32, 0),
+    "rewards": (np.float32, 0),
+}
+
+
 def max_rows(config: Config) -> int:
     """Rows that any update fits into: first-fit leaves at most one row with fewer trajectories than always fit."""
     longest = config.environment.max_tokens - 1
@@ -58,6 +72,40 @@ def groups_for_update(backlog: int, config: LearnerConfig) -> int:
     return min(max(backlog, config.groups_per_update), config.most_groups)
 
 
+Layout = list[list[tuple[int, int]]]  # rows of (group, trajectory of it), in their order within the row
+
+
+def lay_out(groups: Sequence[Group], config: Config) -> Layout:
+    """Which trajectories share a row: the longest first, each into the first row with room (Grain's first-fit).
+
+    The lengths alone decide, so every process that is told the layout builds the same batch.
+
+    Raises:
+      ValueError: for more trajectories than the config allows.
+    """
+    places = [(g, t) for g, group in enumerate(groups) for t in range(len(group.trajectories))]
+    lengths = {(g, t): len(groups[g].trajectories[t].tokens) - 1 for g, t in places}  # nothing predicts the first token
+    places = sorted((place for place in places if lengths[place] > 0), key=lambda place: -lengths[place])
+    limit = config.learner.most_groups * config.learner.group_size
+    if len(places) > limit:
+        raise ValueError(f"{len(places)} trajectories in one update: the config allows {limit}")
+    if not places:
+        return []
+    elements = [{"place": np.full(lengths[place], index, np.int32)} for index, place in enumerate(places)]
+    inline = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    packed = grain.experimental.FirstFitPackIterDataset(
+        grain.MapDataset.source(elements).to_iter_dataset(inline),
+        length_struct={"place": config.learner.pack_tokens},
+        num_packing_bins=max_rows(config),  # all rows stay open, so nothing is emitted before everything is placed
+        shuffle_bins=False,
+    )
+    rows = []
+    for row in packed:
+        used = row["place"][row["place_segment_ids"] > 0]
+        rows.append([places[index] for index in dict.fromkeys(used.tolist())])
+    return rows
+
+
 def pack_update(
     groups: Sequence[Group],
     advantages: Sequence[Sequence[np.ndarray] | np.ndarray],
@@ -66,7 +114,7 @@ def pack_update(
     loss_masks: Sequence[Sequence[np.ndarray]] | None = None,
     rewards: Sequence[Sequence[float]] | None = None,
 ) -> PackedUpdate:
-    """Packs groups, longest trajectory first; the same input gives the same rows.
+    """Packs groups as `lay_out` says; the same input gives the same rows.
 
     Args:
       groups: at most `learner.most_groups`, each of at most `learner.group_size` trajectories.
@@ -85,20 +133,60 @@ def pack_update(
         loss_masks = [[trajectory.loss_mask for trajectory in group.trajectories] for group in groups]
     if rewards is None:
         rewards = [[0.0] * len(group.trajectories) for group in groups]
-    elements = []
-    for group, *of_group in zip(groups, advantages, token_lags, loss_masks, rewards, strict=True):
-        for trajectory, advantage, lag, mask, reward in zip(group.trajectories, *of_group, strict=True):
-            where = f"ticket {group.ticket.ticket_id}"
-            _check(trajectory, lag, mask, config, where)
-            if len(trajectory.tokens) > 1:
-                advantage_T = np.broadcast_to(np.asarray(advantage, np.float32), (len(trajectory.tokens),))
-                element = _element(trajectory, advantage_T, group.ticket.temperature, lag, mask)
-                elements.append(element | {"rewards": _at_the_end(float(reward), element["loss_mask"])})
-    limit = config.learner.most_groups * config.learner.group_size
-    if len(elements) > limit:
-        raise ValueError(f"{len(elements)} trajectories in one update: the config allows {limit}")
-    elements.sort(key=lambda element: -len(element["tokens"]))
-    return _arrange(_first_fit(elements, config.learner.pack_tokens, max_rows(config)), config)
+    elements = {}
+    for g, (group, *of_group) in enumerate(zip(groups, advantages, token_lags, loss_masks, rewards, strict=True)):
+        for t, (trajectory, *worth) in enumerate(zip(group.trajectories, *of_group, strict=True)):
+            elements[g, t] = element(trajectory, *worth, ticket=group.ticket, config=config)
+    return arrange(lay_out(groups, config), elements, config)
+
+
+def element(
+    trajectory: Trajectory,
+    advantage: np.ndarray,
+    lag: np.ndarray,
+    mask: np.ndarray,
+    reward: float,
+    *,
+    ticket: Ticket,
+    config: Config,
+) -> dict[str, np.ndarray]:
+    """Positions of one trajectory: inputs at t, and what belongs to token t + 1. Arguments: see `pack_update`."""
+    _check(trajectory, lag, mask, config, f"ticket {ticket.ticket_id}")
+    num = max(len(trajectory.tokens) - 1, 0)
+    loss_mask = np.asarray(mask[1:], bool)
+    return {
+        "tokens": trajectory.tokens[:-1].astype(np.int32),
+        "targets": trajectory.tokens[1:].astype(np.int32),
+        "positions": np.arange(num, dtype=np.int32),
+        "loss_mask": loss_mask,
+        "behaviour_logprobs": trajectory.behaviour_logprobs[1:].astype(np.float32),
+        "advantages": np.broadcast_to(np.asarray(advantage, np.float32), (len(trajectory.tokens),))[1:],
+        "temperature": np.full(num, ticket.temperature, np.float32),
+        "token_lag": np.asarray(lag[1:], np.int32),
+        "rewards": _at_the_end(float(reward), loss_mask),
+    }
+
+
+def arrange(layout: Layout, elements: Mapping[tuple[int, int], dict[str, np.ndarray]], config: Config) -> PackedUpdate:
+    """[M, R, L] arrays of the rows, padded to the fixed M. Trajectories that `elements` lacks are left as padding."""
+    per_microbatch, length = config.learner.microbatch_rows, config.learner.pack_tokens
+    num_microbatches = math.ceil(max_rows(config) / per_microbatch)
+    flat: dict[str, np.ndarray] = {
+        name: np.full((num_microbatches * per_microbatch, length), fill, dtype)
+        for name, (dtype, fill) in _FEATURES.items()
+    }
+    for index, row in enumerate(layout):
+        start = 0
+        for segment, place in enumerate(row, 1):
+            if place not in elements:
+                break  # a row is built whole or not at all
+            end = start + len(elements[place]["tokens"])
+            flat["segment_ids"][index, start:end] = segment
+            for name, values in elements[place].items():
+                flat[name][index, start:end] = values
+            start = end
+    arrays = {name: array.reshape(num_microbatches, per_microbatch, length) for name, array in flat.items()}
+    return PackedUpdate(**arrays, num_microbatches=np.asarray(math.ceil(len(layout) / per_microbatch), np.int32))
 
 
 def _check(trajectory: Trajectory, lag: np.ndarray, mask: np.ndarray, config: Config, where: str) -> None:
@@ -114,66 +202,9 @@ def _check(trajectory: Trajectory, lag: np.ndarray, mask: np.ndarray, config: Co
         raise ValueError(f"{where}: the first token is masked as sampled, and nothing predicts it")
 
 
-def _element(
-    trajectory: Trajectory, advantage_T: np.ndarray, temperature: float, lag: np.ndarray, mask: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Inputs at t, and what belongs to token t + 1."""
-    num = len(trajectory.tokens) - 1
-    return {
-        "tokens": trajectory.tokens[:-1].astype(np.int32),
-        "targets": trajectory.tokens[1:].astype(np.int32),
-        "loss_mask": np.asarray(mask[1:], bool),
-        "behaviour_logprobs": trajectory.behaviour_logprobs[1:].astype(np.float32),
-        "advantages": advantage_T[1:],
-        "temperature": np.full(num, temperature, np.float32),
-        "token_lag": np.asarray(lag[1:], np.int32),
-    }
-
-
 def _at_the_end(reward: float, loss_mask: np.ndarray) -> np.ndarray:
     """The reward at the last token of the mask; nowhere if there is none."""
     rewards = np.zeros(len(loss_mask), np.float32)
     if loss_mask.any():
         rewards[np.flatnonzero(loss_mask)[-1]] = reward
     return rewards
-
-
-def _first_fit(elements: list[dict[str, np.ndarray]], length: int, num_rows: int) -> list[dict[str, np.ndarray]]:
-    """Rows of `length` positions, with segment ids and positions of every feature."""
-    if not elements:
-        return []
-    inline = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    packed = grain.experimental.FirstFitPackIterDataset(
-        grain.MapDataset.source(elements).to_iter_dataset(inline),
-        length_struct=dict.fromkeys(elements[0], length),
-        num_packing_bins=num_rows,  # all rows stay open, so nothing is emitted before everything is placed
-        shuffle_bins=False,
-    )
-    return list(packed)
-
-
-def _arrange(rows: list[dict[str, np.ndarray]], config: Config) -> PackedUpdate:
-    """[M, R, L] arrays of rows, padded to the fixed M."""
-    per_microbatch, length = config.learner.microbatch_rows, config.learner.pack_tokens
-    num_microbatches = math.ceil(max_rows(config) / per_microbatch)
-    shape = (num_microbatches, per_microbatch, length)
-
-    def stack(name: str, dtype: type, fill: float = 0) -> np.ndarray:
-        flat: np.ndarray = np.full((num_microbatches * per_microbatch, length), fill, dtype)
-        for i, row in enumerate(rows):
-            flat[i] = np.where(row["tokens_segment_ids"] > 0, row[name], fill)
-        return flat.reshape(shape)
-
-    return PackedUpdate(
-        tokens=stack("tokens", np.int32),
-        targets=stack("targets", np.int32),
-        segment_ids=stack("tokens_segment_ids", np.int32),
-        positions=stack("tokens_positions", np.int32),
-        loss_mask=stack("loss_mask", np.bool_),
-        behaviour_logprobs=stack("behaviour_logprobs", np.float32),
-        advantages=stack("advantages", np.float32),
-        temperature=stack("temperature", np.float32, fill=1),
-        token_lag=stack("token_lag", np.int32),
-        rewards=stack("rewards", np.float32),
-        num_microbatches=np.asarray(math.ceil(len(rows) / per_microbatch), np.int32),
-    )

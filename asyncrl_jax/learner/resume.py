@@ -60,7 +60,7 @@ def _start(learner: Learner) -> None:
     learner.control.set_phase("running")
     learner.control.add_line(learner.staleness.lines[0])
     learner.announce_state()
-    learner.trainer.warm_start(learner.run_dir / "demonstrations.avro", learner.stop)
+    learner.trainer.warm_start(str(learner.run_dir / "demonstrations.avro"), learner.stop)
     if learner.stop.is_set():
         return
     learner.trainer.freeze_reference()

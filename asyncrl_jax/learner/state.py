@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -37,7 +38,10 @@ def create_state(config: Config, seed: int, mesh: Mesh | None = None) -> TrainSt
     The weights depend on the seed alone, not on the mesh.
     """
     # Made before they are sharded: random bits may depend on how the program that makes them is partitioned.
-    return start_from(config, init_params(config.model, seed), make_mesh(config.mesh) if mesh is None else mesh)
+    params = init_params(config.model, seed)
+    if jax.process_count() > 1:
+        params = jax.tree.map(np.asarray, params)  # on no device yet, so that it may go to those of other processes
+    return start_from(config, params, make_mesh(config.mesh) if mesh is None else mesh)
 
 
 def start_from(config: Config, params: Params, mesh: Mesh) -> TrainState:

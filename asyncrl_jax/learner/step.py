@@ -317,7 +317,7 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
     return CompiledStep(
         step,
         in_shardings=(shardings, shardings.params, packed_shardings, None),
-        out_shardings=(shardings, None),
+        out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
     )
 

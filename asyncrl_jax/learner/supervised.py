@@ -15,7 +15,7 @@ from asyncrl_jax.learner.compiled import CompiledStep
 from asyncrl_jax.learner.forward import forward_on
 from asyncrl_jax.learner.packing import Array
 from asyncrl_jax.learner.state import Metrics, TrainState, apply_gradient, state_shardings
-from asyncrl_jax.models.mesh import batch_sharding
+from asyncrl_jax.models.mesh import batch_sharding, replicated
 from asyncrl_jax.models.transformer import Params
 
 
@@ -61,5 +61,8 @@ def make_supervised_step(config: Config, mesh: Mesh) -> CompiledStep:
     shardings = state_shardings(config, mesh)
     batch_shardings = SupervisedBatch(*[batch_sharding(mesh)] * len(SupervisedBatch._fields))
     return CompiledStep(
-        step, in_shardings=(shardings, batch_shardings, None), out_shardings=(shardings, None), donate_argnums=0
+        step,
+        in_shardings=(shardings, batch_shardings, None),
+        out_shardings=(shardings, replicated(mesh)),
+        donate_argnums=0,
     )

@@ -11,7 +11,7 @@ import optax
 from asyncrl_jax.config import Config
 from asyncrl_jax.learner.state import TrainState, start_from
 from asyncrl_jax.learner.supervised import SupervisedBatch, make_supervised_step
-from asyncrl_jax.models.mesh import make_mesh
+from asyncrl_jax.models.mesh import batch_sharding, make_mesh, to_mesh
 
 Demonstration = tuple[np.ndarray, np.ndarray]  # tokens int32 [T], loss_mask uint8 [T]
 Progress = Callable[[int, Mapping[str, float]], None]  # (steps done, metrics: means since the last call)
@@ -47,7 +47,10 @@ def warm_start(
     rates = np.asarray(schedule(np.arange(settings.num_steps)), np.float32)
     since_report: list[Mapping[str, jax.Array]] = []
     for index, batch in enumerate(_batches(demonstrations, settings.batch_rows, settings.num_steps, config.seed)):
-        state, metrics = step(state, batch, rates[index])
+        placed = batch
+        if jax.process_count() > 1:
+            placed = jax.tree.map(lambda array: to_mesh(array, batch_sharding(mesh)), batch)
+        state, metrics = step(state, placed, rates[index])
         since_report.append(metrics)
         done = index + 1
         if done % REPORT_EVERY_STEPS == 0 or done == settings.num_steps:

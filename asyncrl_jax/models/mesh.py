@@ -7,9 +7,12 @@ parallelism is left out: expert × fsdp × tensor cover the sizes aimed at.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from asyncrl_jax.config_model import MeshConfig
 
@@ -67,3 +70,18 @@ def batch_sharding(mesh: Mesh, leading_dims: int = 0) -> NamedSharding:
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def to_mesh(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """`array` laid out on the mesh, of which this process may hold a part. Only the parts of its devices are read."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def to_host(tree: Any) -> Any:
+    """`tree` whose arrays this process can read whole; all processes must ask together.
+
+    With one process the arrays are those of `tree`. With several every array is gathered on each, one after the other.
+    """
+    if jax.process_count() == 1:
+        return tree
+    return jax.tree.map(lambda leaf: np.asarray(multihost_utils.process_allgather(leaf, tiled=True)), tree)
