@@ -63,10 +63,16 @@ def save_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray], commit_name:
     if len(commit_data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"{path / commit_name} would have {len(commit_data)} bytes, more than {MAX_MANIFEST_BYTES}")
     discard(path, commit_name)
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+    # This process saves alone, also where it is one of several: Orbax would wait for the others.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}, barrier_sync_key_prefix=path.name
+    )
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=True, use_compression=False, multiprocessing_options=alone
+    )
     arguments = ocp.args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=DATA_FILE_BYTES)
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
             checkpointer.save(path, args=arguments)
         commit.commit(path, commit_name, commit_data)
     except Exception as error:  # Orbax, TensorStore and the system each have their own types for a full disk

@@ -3,7 +3,9 @@
 python learner_process.py <run directory> <file with the password of Redis> <host:port or nothing> <processes> <number>
 """
 
+import faulthandler
 import logging
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +17,8 @@ from asyncrl_jax.learner.loop import run_learner
 
 def main():
     run_dir, password_file, coordinator, num_processes, process_id = sys.argv[1:]
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s process {process_id}: %(message)s")
+    faulthandler.register(signal.SIGUSR1)  # says where it stands
+    logging.basicConfig(force=True, level=logging.INFO, format=f"%(asctime)s process {process_id}: %(message)s")
     config = override(
         read_config(Path(run_dir) / "config.json"),
         {
