@@ -313,6 +313,23 @@ class Config:
             require(
                 rows % shards == 0, name, rows, f"must be a multiple of mesh.data × mesh.fsdp × mesh.expert = {shards}"
             )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        router, experts = self.model.router, self.experts
+        require(
+            experts.bias_rate == 0 or router.selection_bias,
+            "experts.bias_rate",
+            experts.bias_rate,
+            "needs model.router.selection_bias = true, or there is no bias to move",
+        )
+        for name in ("capacity_factor", "noise"):
+            require(
+                not (experts.replay and getattr(router, name)),
+                "experts.replay",
+                experts.replay,
+                f"model.router.{name} = {getattr(router, name)} would not run what was sampled; set it to 0",
+            )
 
     @property
     def effective_lag(self) -> LagConfig:

@@ -81,6 +81,8 @@ class Trajectory:
     num_turns: int  # times the policy was asked for tokens
     sampling_started_at: float  # unix seconds
     sampling_ended_at: float  # unix seconds
+    # Experts that the sampler's routers chose: int16, by input token, layer with experts, and choice; −1 where unknown.
+    routed_experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

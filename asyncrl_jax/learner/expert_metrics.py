@@ -55,8 +55,8 @@ def expert_metrics(routing: Routing, gradients: Mapping[str, jax.Array], alarm_r
     metrics = {
         "dead_experts": jnp.sum(counts_LE == 0),
         "imbalanced_layers": jnp.sum(ratio_L > alarm_ratio),
-        "dropped_share": jnp.sum(routing.dropped) / jnp.sum(assignments_L),
-        "unreplayed_share": jnp.sum(routing.unreplayed) / jnp.sum(tokens_L),
+        "dropped_share": jnp.sum(routing.dropped) / jnp.maximum(jnp.sum(assignments_L), 1.0),
+        "unreplayed_share": jnp.sum(routing.unreplayed) / jnp.maximum(jnp.sum(tokens_L), 1.0),
     }
     for row, (layer, norm_E) in enumerate(expert_gradient_norms(gradients).items()):
         metrics |= {

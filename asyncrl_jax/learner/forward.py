@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.learner.packing import PackedUpdate
 from asyncrl_jax.models.head import TargetScores
 from asyncrl_jax.models.moe import Placement
 from asyncrl_jax.models.router import Routing
@@ -26,13 +27,19 @@ def forward_on(config: Config, mesh: Mesh) -> Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """A model as functions of its weights. A batch has `tokens`, `positions` and `segment_ids`, int32 [B, T]."""
+    """A model as functions of its weights. A batch has `tokens`, `positions` and `segment_ids`, int32 [B, T].
+
+    Routing that a packed update carries is replayed, by the weights being trained and by those they are compared with.
+    """
 
     graph: nnx.GraphDef
 
     def trunk(self, params: Params, batch: Any) -> tuple[jax.Array, Routing]:
         """(the head's input [B, T, D], what the routers did)."""
-        x_BTD, routing = merge(self.graph, params).trunk(batch.tokens, batch.positions, batch.segment_ids)
+        steered = {}
+        if isinstance(batch, PackedUpdate):
+            steered = {"replay_BTLA": batch.routed_experts, "noise_key": batch.noise_keys}
+        x_BTD, routing = merge(self.graph, params).trunk(batch.tokens, batch.positions, batch.segment_ids, **steered)
         return x_BTD, routing
 
     def scores(
@@ -43,8 +50,8 @@ class Forward:
         return merge(self.graph, params).score(x_BTD, batch.targets, temperature_BT, batch.loss_mask)
 
     def logprobs(self, params: Params, batch: Any) -> jax.Array:
-        """[B, T], without gradient: for weights that are not being trained."""
-        x_BTD, _ = self.trunk(params, batch)
+        """[B, T], without gradient: for weights that are not being trained, so their routers get no noise."""
+        x_BTD, _ = self.trunk(params, batch._replace(noise_keys=None))
         return jax.lax.stop_gradient(self.scores(params, x_BTD, batch).logprobs)
 
     def logits(self, params: Params, batch: Any) -> tuple[jax.Array, Routing]:

@@ -103,6 +103,7 @@ class Learner:
         self.steering = Steering(redis, keys)
         self.directives = Directives()  # as of the last look
         self.directives_at = -math.inf  # when that was
+        self.imbalanced = False  # whether some layer's expert load was above the alarm at the last update
         self.vitals = Vitals(self.control, config.actor, self._heartbeat)
 
     def close(self) -> None:
@@ -205,7 +206,9 @@ class Learner:
         progress.zero_variance_groups += sum(pooled.traits.zero_variance for pooled in batch)
         progress.tokens_effective += sum(self._effective_tokens(p, m) for p, m in zip(batch, masks, strict=True))
         return {
-            "expert_load_ratio": max(value for name, value in values.items() if "load_max_over_min" in name),
+            "expert_load_ratio": max(
+                (value for name, value in values.items() if "load_max_over_min" in name), default=1.0
+            ),
             "lag_mean": float(trained_lags.mean()) if trained_lags.size else 0.0,
             "lag_p95": float(np.percentile(trained_lags, 95)) if trained_lags.size else 0.0,
             "lag_max": float(trained_lags.max()) if trained_lags.size else 0.0,
@@ -344,6 +347,18 @@ class Learner:
         self.update_s = seconds if self.update_s == 0 else 0.8 * self.update_s + 0.2 * seconds
         self.idle_share = 0.8 * self.idle_share + 0.2 * min(idle_s / max(seconds, 1e-9), 1.0)
 
+    def _watch_balance(self, values: dict[str, Any]) -> None:
+        """Says so when the load of experts begins to be uneven, and when it is even again."""
+        imbalanced, alarm = values["imbalanced_layers"] > 0, self.config.experts.load_alarm
+        if imbalanced and not self.imbalanced:
+            ratio = values["expert_load_ratio"]
+            log.warning(
+                "update %d: an expert has %.1f times the load of another; the alarm is %g", self.update, ratio, alarm
+            )
+        elif self.imbalanced and not imbalanced:
+            log.info("update %d: expert load is within %g again", self.update, alarm)
+        self.imbalanced = imbalanced
+
     def write_metrics(self, values: dict[str, float], *, wait_s: float, step_s: float) -> None:
         row = values | {
             "version": float(self.version.number if self.version else -1),
@@ -362,6 +377,7 @@ class Learner:
             "wait_s": wait_s,
             "step_s": step_s,
         }
+        self._watch_balance(row)
         self.vitals.show(row)
         self.metrics.write(self.update, row)
         log.info(

@@ -35,6 +35,8 @@ class PackedUpdate(NamedTuple):
     token_lag: Array  # int32 [M, R, L]; updates between the weights that sampled it and those being updated
     rewards: Array  # float32 [M, R, L]; at the last trained token of a trajectory; for a critic
     num_microbatches: Array  # int32 scalar; microbatches in use, the rest is padding
+    routed_experts: Array | None = None  # int32 [M, R, L, N, A] for N layers with experts; −1: routed live
+    noise_keys: Array | None = None  # random keys [M] of the routers' noise; made inside of the step
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +156,10 @@ def element(
     _check(trajectory, lag, mask, config, f"ticket {ticket.ticket_id}")
     num = max(len(trajectory.tokens) - 1, 0)
     loss_mask = np.asarray(mask[1:], bool)
-    return {
+    routed = {}
+    if config.experts.replay:
+        routed["routed_experts"] = _routing_rows(trajectory, num, config, f"ticket {ticket.ticket_id}")
+    return routed | {
         "tokens": trajectory.tokens[:-1].astype(np.int32),
         "targets": trajectory.tokens[1:].astype(np.int32),
         "positions": np.arange(num, dtype=np.int32),
@@ -175,6 +180,9 @@ def arrange(layout: Layout, elements: Mapping[tuple[int, int], dict[str, np.ndar
         name: np.full((num_microbatches * per_microbatch, length), fill, dtype)
         for name, (dtype, fill) in _FEATURES.items()
     }
+    if config.experts.replay:
+        shape = (num_microbatches * per_microbatch, length, config.model.num_moe_layers, config.model.experts_per_token)
+        flat["routed_experts"] = np.full(shape, -1, np.int32)
     for index, row in enumerate(layout):
         start = 0
         for segment, place in enumerate(row, 1):
@@ -185,7 +193,7 @@ def arrange(layout: Layout, elements: Mapping[tuple[int, int], dict[str, np.ndar
             for name, values in elements[place].items():
                 flat[name][index, start:end] = values
             start = end
-    arrays = {name: array.reshape(num_microbatches, per_microbatch, length) for name, array in flat.items()}
+    arrays = {name: array.reshape(num_microbatches, per_microbatch, *array.shape[1:]) for name, array in flat.items()}
     return PackedUpdate(**arrays, num_microbatches=np.asarray(math.ceil(len(layout) / per_microbatch), np.int32))
 
 
@@ -200,6 +208,26 @@ def _check(trajectory: Trajectory, lag: np.ndarray, mask: np.ndarray, config: Co
         raise ValueError(f"{where}: the mask covers a token that the policy did not sample")
     if length and mask[0]:
         raise ValueError(f"{where}: the first token is masked as sampled, and nothing predicts it")
+
+
+def _routing_rows(trajectory: Trajectory, num: int, config: Config, where: str) -> np.ndarray:
+    """int32 [num, N, A]: what the sampler's routers chose for each input token; −1 for what it did not record.
+
+    Recorded rows may be fewer than tokens: the last sampled token was never an input of the sampler.
+    """
+    shape = (num, config.model.num_moe_layers, config.model.experts_per_token)
+    rows = np.full(shape, -1, np.int32)
+    recorded = trajectory.routed_experts
+    if recorded is None:
+        return rows
+    if recorded.shape[1:] != shape[1:] or len(recorded) > len(trajectory.tokens):
+        need = f"at most {len(trajectory.tokens)} rows of {shape[1:]}"
+        raise ValueError(f"{where}: routed experts have shape {recorded.shape}, needed are {need}")
+    if recorded.size and (recorded.min() < -1 or recorded.max() >= config.model.num_experts):
+        span = f"{recorded.min()} to {recorded.max()}"
+        raise ValueError(f"{where}: routed experts {span}; ids are −1 and 0 to {config.model.num_experts - 1}")
+    rows[: len(recorded)] = recorded[:num]
+    return rows
 
 
 def _at_the_end(reward: float, loss_mask: np.ndarray) -> np.ndarray:

@@ -25,8 +25,9 @@ from jax.sharding import Mesh
 from asyncrl_jax.config import Config, LearnerConfig
 from asyncrl_jax.learner import kl
 from asyncrl_jax.learner.aggregation import count_sequences, whiten
-from asyncrl_jax.learner.balance import balance_loss
+from asyncrl_jax.learner.balance import balance_loss, balanced_biases, router_z_loss
 from asyncrl_jax.learner.compiled import CompiledStep
+from asyncrl_jax.learner.expert_metrics import expert_metrics
 from asyncrl_jax.learner.forward import Forward, forward_on
 from asyncrl_jax.learner.lag_worth import NUM_LAGS, metrics_by_lag
 from asyncrl_jax.learner.objective import Counts, CriticTokens, Sums, Tokens, step_loss
@@ -163,6 +164,7 @@ class _Step:
         balance = self.learner.balance_coefficient * balance_loss(
             step_routing, own_routing.prob_sums_E, self.config.model.experts_per_token
         )
+        balance += self.config.experts.z_coefficient * router_z_loss(step_routing, own_routing.z_sum)
         return loss + balance, (*aux, own_routing)
 
     def _logprobs_or_none(self, params: Params | None, batch: PackedUpdate) -> jax.Array | None:
@@ -196,9 +198,10 @@ class _Step:
 
 
 def _microbatch(packed: PackedUpdate, index: jax.Array) -> PackedUpdate:
-    """Microbatch `index`: every array [B, T]."""
-    arrays = {name: value[index] for name, value in packed._asdict().items() if name != "num_microbatches"}
-    return packed._replace(**arrays)
+    """Microbatch `index`: every array [B, T, …]."""
+    fields = packed._asdict()
+    del fields["num_microbatches"]
+    return packed._replace(**{name: value[index] for name, value in fields.items() if value is not None})
 
 
 def _zeros_like(function: Callable[[], Any]) -> Any:
@@ -238,33 +241,20 @@ def _policy_metrics(config: LearnerConfig, sums: Sums, frozen: _Frozen, counts: 
     return metrics
 
 
-def _load_metrics(counts_LE: jax.Array) -> Metrics:
-    """Expert load of each layer: largest and smallest ÷ the balanced load, their quotient; and idle experts."""
-    metrics: Metrics = {"dead_experts": jnp.sum(counts_LE == 0)}
-    for layer, counts_E in enumerate(counts_LE):
-        balanced = jnp.maximum(jnp.mean(counts_E), 1e-9)
-        largest, smallest = jnp.max(counts_E), jnp.min(counts_E)
-        metrics[f"expert_load_max/layer_{layer}"] = largest / balanced
-        metrics[f"expert_load_min/layer_{layer}"] = smallest / balanced
-        # An idle expert counts as one with a single assignment, to keep the quotient finite.
-        metrics[f"expert_load_max_over_min/layer_{layer}"] = largest / jnp.maximum(smallest, 1.0)
-    return metrics
-
-
 def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
     """The compiled update `step(state, reference_params, packed, learning_rate) -> (state, metrics)`.
 
     `state` is donated: do not use it afterwards, and give a reference that is a copy (`copy_params`). Where the config
     lets the reference follow the weights, it is part of the state and `reference_params` is not read.
 
-    Metrics are float32 or int32 scalars. Means are over the tokens trained on:
+    Metrics are float32 or int32. Means are over the tokens trained on:
       loss, policy_loss, kl and kl_coefficient (absent when the coefficient is 0), balance_loss (1 is balanced), entropy
       (nats), clip_fraction, ratio_mean, ratio_max, ess (effective sample size of the ratios ÷ tokens), weight_mean and
       weight_bounded_fraction (with importance weights), value_loss (with a critic), lag_mean (updates), tokens,
       sequences, tokens_lag0, logprob_gap_lag0 (mean |target − behaviour| log-prob of the tokens that these very weights
       sampled: below 1e-5 when sampler and trainer agree), grad_norm (before clipping), learning_rate, skipped (1 when
-      the update was not applied), lag_{tokens,ess,kl}/<lag> (of tokens that old, see lag_worth.py), dead_experts (over
-      all layers), expert_load_{max,min,max_over_min}/layer_<i>.
+      the update was not applied), lag_{tokens,ess,kl}/<lag> (of tokens that old, see lag_worth.py), z_loss (mean squared
+      logsumexp of router logits), and those of `expert_metrics`, of which some are [E].
     """
     learner = config.learner
     passes = _Step(config, forward_on(config, mesh))
@@ -275,6 +265,9 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
         state: TrainState, reference_params: Params, packed: PackedUpdate, learning_rate: jax.Array
     ) -> tuple[TrainState, Metrics]:
         counts = _counts(config, packed)
+        if config.model.router.noise:
+            of_update = jax.random.fold_in(jax.random.key(config.seed), state.update + state.skipped)
+            packed = packed._replace(noise_keys=jax.random.split(of_update, packed.tokens.shape[0]))
         mean_lag = jnp.sum(jnp.where(packed.loss_mask, packed.token_lag, 0)) / jnp.maximum(counts.num_tokens, 1.0)
         lr_factor, kl_factor = lag_response(mean_lag, lr_slowdown=learner.lr_lag_slowdown, kl_gain=learner.kl.lag_gain)
         coefficient = state.moving.get("kl_coefficient", jnp.asarray(learner.kl.coefficient, jnp.float32))
@@ -306,14 +299,25 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
             learning_rate=learning_rate * lr_factor,
             measured_kl=sums.kl / jnp.maximum(counts.num_tokens, 1.0),
         )
-        balance = balance_loss(routing, routing.prob_sums_E, config.model.experts_per_token)
-        metrics |= {"loss": loss, "ratio_max": ratio_max, "balance_loss": balance}
-        metrics |= _policy_metrics(learner, sums, frozen, counts) | _load_metrics(routing.counts_E)
+        bias_step = config.experts.bias_rate * (1 - metrics["skipped"])
+        state = state._replace(params=balanced_biases(state.params, routing.counts_E, bias_step))
+        metrics |= {
+            "loss": loss,
+            "ratio_max": ratio_max,
+            "balance_loss": balance_loss(routing, routing.prob_sums_E, config.model.experts_per_token),
+            "z_loss": router_z_loss(routing, routing.z_sum),
+        }
+        metrics |= _policy_metrics(learner, sums, frozen, counts)
+        metrics |= expert_metrics(routing, grads, config.experts.load_alarm)
         return state, metrics
 
     shardings = state_shardings(config, mesh)
     rows = batch_sharding(mesh, leading_dims=1)
-    packed_shardings = PackedUpdate(*[rows] * len(PackedUpdate._fields))._replace(num_microbatches=replicated(mesh))
+    packed_shardings = PackedUpdate(*[rows] * len(PackedUpdate._fields))._replace(
+        num_microbatches=replicated(mesh),
+        routed_experts=rows if config.experts.replay else None,
+        noise_keys=None,
+    )
     return CompiledStep(
         step,
         in_shardings=(shardings, shardings.params, packed_shardings, None),

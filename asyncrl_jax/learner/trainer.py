@@ -202,10 +202,10 @@ class Trainer:
     def _apply(self, packed: PackedUpdate, learning_rate: float) -> dict[str, float]:
         if jax.process_count() > 1:
             rows = batch_sharding(self._mesh, leading_dims=1)
-            laid_out = {name: to_mesh(array, rows) for name, array in packed._asdict().items() if np.ndim(array) == 3}
+            laid_out = {name: to_mesh(array, rows) for name, array in packed._asdict().items() if np.ndim(array) >= 3}
             packed = packed._replace(**laid_out)
         self._state, metrics = self._step(self._state, self._reference, packed, np.float32(learning_rate))
-        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return {name: _plain(value) for name, value in jax.device_get(metrics).items()}
 
     def _watch_credit(self, statistics: dict[str, float], update: int) -> None:
         """Says so when update after update teaches nothing, as when each group holds one trajectory cut into steps."""
@@ -257,6 +257,13 @@ class Trainer:
     def restore_step(self, directory: str, step: int) -> None:
         """`restore`, in the other processes."""
         self._state, _ = Checkpoints(directory, keep=1).restore(step, self._state)
+
+
+def _plain(metric: np.ndarray) -> Any:
+    """A number; or numbers by their place, for a metric of each expert."""
+    if metric.ndim == 0:
+        return float(metric)
+    return {str(place): float(value) for place, value in enumerate(metric)}
 
 
 def _own_rows(config: Config, mesh: Mesh) -> frozenset[int]:

@@ -75,10 +75,10 @@ def route(
       bias_E: float32 added to the scores for the selection (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
       replay_NA: int32 ids to choose instead of the router's own. A row with an id outside of [0, E), such as −1, is
         routed live and counted.
-      noise_key: of the selection noise; needed when `options.noise` is not 0.
+      noise_key: of the selection noise. Without one there is none, as in decoding, evaluation and the reference.
 
     Raises:
-      ValueError: for an unknown score, or noise without a key.
+      ValueError: for an unknown score.
     """
     num_experts = logits_NE.shape[-1]
     ids_NA, one_hots_NE = _select(_selection_scores(logits_NE, options, bias_E, noise_key), options.experts_per_token)
@@ -120,9 +120,7 @@ def _selection_scores(
     if options.score not in SCORES:
         raise ValueError(f"router score {options.score!r}: use one of {', '.join(SCORES)}")
     logits_NE = jax.lax.stop_gradient(logits_NE)
-    if options.noise:
-        if noise_key is None:
-            raise ValueError(f"router noise {options.noise}: give a key")
+    if options.noise and noise_key is not None:
         logits_NE = logits_NE + options.noise * jax.random.normal(noise_key, logits_NE.shape)
     score = jax.nn.softmax if options.score == "softmax" else jax.nn.sigmoid
     scores_NE = score(logits_NE)

@@ -123,7 +123,7 @@ class Decoder(nnx.Module):
           segment_ids_BT: int32; tokens of one sequence share an id, and 0 is padding: it is seen by no sequence, is
             routed nowhere and counts nowhere.
           replay_BTLA: int32 experts to choose in each layer with experts; rows of −1 are routed live (see `route`).
-          noise_key: of the routers' selection noise; needed when `model.router.noise` is not 0.
+          noise_key: of the routers' selection noise; without one there is none.
         """
         x_BTD, routing = self.trunk(
             tokens_BT, positions_BT, segment_ids_BT, replay_BTLA=replay_BTLA, noise_key=noise_key

