@@ -17,7 +17,7 @@ def main() -> int:
         flags.exit_with(
             f"--config.warm_start.demonstrations={demonstrations}: no such file; asyncrl-demonstrations writes one"
         )
-    if not (given.run_dir / "config.json").exists():
+    if given.config.distributed.process_id == 0 and not (given.run_dir / "config.json").exists():
         write_config(given.run_dir / "config.json", given.config)  # the audit and a resume read it
     from asyncrl_jax.learner.loop import run_learner  # imports JAX: only after the flags are known to be right
 

@@ -253,8 +253,8 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
       weight_bounded_fraction (with importance weights), value_loss (with a critic), lag_mean (updates), tokens,
       sequences, tokens_lag0, logprob_gap_lag0 (mean |target − behaviour| log-prob of the tokens that these very weights
       sampled: below 1e-5 when sampler and trainer agree), grad_norm (before clipping), learning_rate, skipped (1 when
-      the update was not applied), lag_{tokens,ess,kl}/<lag> (of tokens that old, see lag_worth.py), z_loss (mean squared
-      logsumexp of router logits), and those of `expert_metrics`, of which some are [E].
+      the update was not applied), lag_{tokens,ess,kl}/<lag> (of tokens that old, see lag_worth.py), z_loss (mean
+      squared logsumexp of router logits), and those of `expert_metrics`, of which some are [E].
     """
     learner = config.learner
     passes = _Step(config, forward_on(config, mesh))

@@ -20,7 +20,7 @@ def segments(packed):
     for row in range(packed.tokens.shape[0] * packed.tokens.shape[1]):
         fields = {
             name: np.asarray(getattr(packed, name)).reshape(-1, packed.tokens.shape[2])[row]
-            for name in packed._fields[:-1]
+            for name in ("tokens", "targets", "segment_ids", *names)
         }
         for segment in range(1, fields["segment_ids"].max(initial=0) + 1):
             at = fields["segment_ids"] == segment
