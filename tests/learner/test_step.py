@@ -23,6 +23,11 @@ from asyncrl_jax.models.mesh import make_mesh
 
 RATE = np.float32(1e-3)
 BETA1 = 0.9  # of Adam
+# Compiling, not computing, takes the time on them.
+FOUR_DEVICES = (
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
 
 
 def packed_update(groups, config=None, **changes):
@@ -237,13 +242,14 @@ def test_a_canary_is_the_logprob_of_each_next_token():
     np.testing.assert_allclose(canary_logprobs(tiny_config(), params, tokens), expected, atol=1e-5)
 
 
+@pytest.mark.timeout(400)
 def test_moe_08_a_mesh_of_four_devices_gives_the_same_update(tmp_path):
     """LOSS-01, MOE-08. Rows over fsdp, experts over expert, on forced host devices in a process of its own."""
     gradient, metrics, _ = run(packed_update(random_groups()))
     script, output = pathlib.Path(__file__).with_name("sharded_update.py"), tmp_path / "update.npz"
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": FOUR_DEVICES, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, script, output], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, script, output], env=environment, capture_output=True, text=True, timeout=350
     )
     assert done.returncode == 0, done.stderr[-2000:]
     sharded = dict(np.load(output))
@@ -253,12 +259,13 @@ def test_moe_08_a_mesh_of_four_devices_gives_the_same_update(tmp_path):
     assert_same_gradient({name: moment / (1 - BETA1) for name, moment in sharded.items()}, gradient)
 
 
+@pytest.mark.timeout(400)
 def test_ckpt_05_an_update_goes_on_where_it_stood_on_a_larger_and_a_smaller_mesh(tmp_path):
     """1, then 4, then 2 devices: weights, moments and counts restored to the bit, and the updates those of one."""
     script = pathlib.Path(__file__).with_name("changing_meshes.py")
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": FOUR_DEVICES, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, script, tmp_path], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, script, tmp_path], env=environment, capture_output=True, text=True, timeout=350
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout.splitlines()[-1]) < 1e-5
