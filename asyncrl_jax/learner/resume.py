@@ -189,7 +189,7 @@ def _redo_archived(learner: Learner) -> bool:
             Drawn(learner.pool.use(name) if name in learner.pool else learner.intake.revived(groups[name]), weight)
             for name, weight in zip(batch.tickets, batch.weights, strict=True)
         ]
-        learner.apply(drawn, batch.seed)
+        learner.apply(drawn, batch.seed, batch.lr_scale)
         if not _reproduced(learner):
             return False
     log.info("updates up to %d made again from the archive", learner.update)

