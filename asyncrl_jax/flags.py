@@ -60,8 +60,14 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     common: dict[str, Any] = {"flag_values": flag_values, "module_name": sys.argv[0]}
     flags.DEFINE_enum("preset", None, list(PRESETS), "Named starting point for the config.", **common)
     flags.DEFINE_string("config_file", None, "JSON file of settings, as a run's config.json.", **common)
-    for name, (kind, default, meaning) in leaf_types().items():
-        flag = _PREFIX + name
+    define_settings(Config, _PREFIX, flag_values)
+
+
+def define_settings(cls: type, prefix: str, flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines a flag `--<prefix><dotted.name>` for every leaf of a settings tree."""
+    common: dict[str, Any] = {"flag_values": flag_values, "module_name": sys.argv[0]}
+    for name, (kind, default, meaning) in leaf_types(cls).items():
+        flag = prefix + name
         if typing.get_origin(kind) is tuple:
             parser = _TupleParser(typing.get_args(kind)[0])
             flags.DEFINE(parser, flag, default, meaning, serializer=_TupleSerializer(), **common)
@@ -69,9 +75,9 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
             _DEFINITIONS[kind](flag, default, meaning, **common)
 
 
-def changes(flag_values: flags.FlagValues = flags.FLAGS) -> dict[str, Any]:
-    """Config leaves that were given as flags, by dotted name."""
-    return {name: flag_values[_PREFIX + name].value for name in leaf_types() if flag_values[_PREFIX + name].present}
+def changes(flag_values: flags.FlagValues = flags.FLAGS, cls: type = Config, prefix: str = _PREFIX) -> dict[str, Any]:
+    """Leaves of a settings tree that were given as flags, by dotted name."""
+    return {name: flag_values[prefix + name].value for name in leaf_types(cls) if flag_values[prefix + name].present}
 
 
 def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Config:

@@ -57,6 +57,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward.tool": 0.1,
         "evaluation.every_updates": 50,
     },
+    # What asyncrl-simulate starts from: 1,000 actors of 8 slots, 2,048 episodes an update, no end but time.
+    "thousand": {
+        "learner.groups_per_update": 256,
+        "learner.group_size": 8,
+        "learner.num_updates": 1_000_000,
+        "actor.num_hosts": 1000,
+        "actor.slots": 8,
+    },
 }
 
 

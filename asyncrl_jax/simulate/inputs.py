@@ -1,0 +1,178 @@
+"""What a simulated run is made of, besides the config of the run itself: times, sizes and faults, with their laws."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from asyncrl_jax.config_leaf import setting
+
+_LAWS: dict[str, tuple[str, ...]] = {
+    "constant": ("value",),
+    "exponential": ("mean",),
+    "lognormal": ("median", "sigma"),
+    "pareto": ("least", "alpha"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """A law of non-negative numbers, written as `law:number:number`.
+
+    * `constant:value`, `exponential:mean`
+    * `lognormal:median:sigma`: sigma of the logarithm; p99 is 10 × the median at sigma 0.99
+    * `pareto:least:alpha`: heavier still; the mean is infinite up to alpha 1
+    * `quantiles:a,b,…`: as measured: evenly spaced quantiles, the least and the largest included
+    """
+
+    law: str
+    numbers: tuple[float, ...]
+
+    def sample(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        """float64 of the shape asked for."""
+        match self.law:
+            case "constant":
+                return np.full(shape, self.numbers[0])
+            case "exponential":
+                return generator.exponential(self.numbers[0], shape)
+            case "lognormal":
+                return generator.lognormal(math.log(max(self.numbers[0], 1e-300)), self.numbers[1], shape)
+            case "pareto":
+                return self.numbers[0] * (1.0 + generator.pareto(self.numbers[1], shape))
+            case _:
+                points = np.linspace(0.0, 1.0, len(self.numbers))
+                return np.interp(generator.random(shape), points, self.numbers)
+
+    def __str__(self) -> str:
+        separator = "," if self.law == "quantiles" else ":"
+        return f"{self.law}:{separator.join(f'{number:.6g}' for number in self.numbers)}"
+
+
+def parse(text: str) -> Distribution:
+    """The distribution that a text names.
+
+    Raises:
+      ValueError: for an unknown law, a wrong count of numbers, or a negative or infinite one.
+    """
+    law, _, rest = text.partition(":")
+    try:
+        numbers = tuple(float(part) for part in rest.split("," if law == "quantiles" else ":"))
+    except ValueError:
+        raise ValueError(f"{text!r}: numbers are expected after {law!r}, as in lognormal:60:1.0") from None
+    if law not in (*_LAWS, "quantiles"):
+        raise ValueError(f"{text!r}: unknown law {law!r}; use one of {', '.join(_LAWS)}, quantiles")
+    if law in _LAWS and len(numbers) != len(_LAWS[law]):
+        raise ValueError(f"{text!r}: {law} takes {len(_LAWS[law])} number(s): {', '.join(_LAWS[law])}")
+    if any(number < 0 or not math.isfinite(number) for number in numbers):
+        raise ValueError(f"{text!r}: every number must be finite and at least 0")
+    if law == "pareto" and numbers[1] == 0:
+        raise ValueError(f"{text!r}: alpha must be above 0")
+    if law == "quantiles" and list(numbers) != sorted(numbers):
+        raise ValueError(f"{text!r}: quantiles must rise")
+    return Distribution(law, numbers)
+
+
+def measured(values: Sequence[float], points: int = 101) -> Distribution:
+    """The law of measured values, by its quantiles.
+
+    Raises:
+      ValueError: without values.
+    """
+    if not len(values):
+        raise ValueError("nothing was measured")
+    return Distribution("quantiles", tuple(np.quantile(np.asarray(values, np.float64), np.linspace(0, 1, points))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Times, sizes and faults. Distributions are texts, see `Distribution`; one for each level, separated by `;`."""
+
+    duration_s: float = setting(3600.0, "simulated time after which the run stops, in s; 0: only at num_updates")
+    episode_s: str = setting("lognormal:20:1.0", "law of one episode's time on its slot, in s; by level with ;")
+    episode_tokens: str = setting("lognormal:1500:0.7", "law of the tokens one episode samples; by level with ;")
+    update_s: str = setting("lognormal:40:0.1", "law of one optimizer update, in s")
+    publish_s: float = setting(5.0, "from an update's end until its version is announced, in s")
+    swap_s: float = setting(5.0, "from a version's announcement until actors sample with it, in s")
+    swap_pause_s: float = setting(0.5, "sampling that stands still for one swap, in s; 0 if episode_s has it in")
+    dispatch_s: float = setting(0.05, "from the claim of a ticket until its first token, in s")
+    handover_s: float = setting(0.2, "from a group's last token until the learner has it, in s")
+    slow_share: float = setting(0.0, "share of actors that are slow")
+    slow_factor: float = setting(3.0, "times as long as on others an episode takes on a slow actor")
+    crash_every_h: float = setting(0.0, "mean time between crashes of one actor, in h; 0: never")
+    restart_s: float = setting(60.0, "until a crashed actor is back, in s")
+    episode_fault_share: float = setting(0.0, "share of attempts at an episode that the environment fails")
+    outage_from_s: float = setting(0.0, "when the environment begins to fail every episode, in s")
+    outage_s: float = setting(0.0, "for how long, in s; 0: never")
+    zero_variance_share: float = setting(0.3, "share of groups whose rewards are all equal")
+    kl_per_update: float = setting(0.002, "KL that one update puts between two versions, in nats a token")
+    deadlines: bool = setting(True, "tickets have deadlines; off: only what is outstanding is bounded, to compare")
+
+    def __post_init__(self) -> None:
+        for name in ("episode_s", "episode_tokens", "update_s"):
+            self._laws(name)
+        if len(self._laws("update_s")) != 1:
+            raise ValueError(f"--simulate.update_s={self.update_s}: one law, updates have no level")
+        for name in ("slow_share", "episode_fault_share", "zero_variance_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--simulate.{name}={getattr(self, name)}: between 0 and 1")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"--simulate.{field.name}={value}: finite and at least 0")
+        if self.slow_factor == 0:
+            raise ValueError("--simulate.slow_factor=0.0: more than 0")
+
+    def _laws(self, name: str) -> tuple[Distribution, ...]:
+        try:
+            return tuple(parse(text.strip()) for text in getattr(self, name).split(";"))
+        except ValueError as error:
+            raise ValueError(f"--simulate.{name}={error}") from None
+
+    def law(self, name: str, level: int = 1) -> Distribution:
+        """The distribution of a field, for a level from 1; the last one given holds for all levels above."""
+        laws = self._laws(name)
+        return laws[min(level, len(laws)) - 1]
+
+    def failing(self, now: float) -> bool:
+        """Whether the environment fails everything now."""
+        return self.outage_s > 0 and self.outage_from_s <= now < self.outage_from_s + self.outage_s
+
+
+class Draws:
+    """Random numbers by ticket: a ticket draws the same whatever the policies do, so two settings can be compared.
+
+    Cost: O(1) amortised a ticket, O(block) memory a level.
+    """
+
+    _BLOCK = 1024  # tickets
+
+    def __init__(self, inputs: Inputs, seed: int, group_size: int):
+        self._inputs = inputs
+        self._seed = seed
+        self._size = group_size
+        self._blocks: dict[tuple[str, int], tuple[int, list[list[float]]]] = {}
+
+    def episodes(self, ticket: int, level: int) -> tuple[list[float], list[float]]:
+        """(seconds, tokens) of every member of a ticket's group."""
+        return self._row("episode_s", ticket, level, self._size), self._row("episode_tokens", ticket, level, self._size)
+
+    def update_s(self, update: int) -> float:
+        """Seconds of the update that follows `update` updates."""
+        return self._row("update_s", update, 1, 1)[0]
+
+    def chances(self, purpose: int, number: int) -> Callable[[], float]:
+        """Uniform numbers in [0, 1) of their own for rare things: faults of a ticket, crashes of an actor."""
+        return np.random.default_rng((self._seed, purpose, number)).random
+
+    def _row(self, name: str, index: int, level: int, width: int) -> list[float]:
+        block, row = divmod(index, self._BLOCK)
+        held = self._blocks.get((name, level))
+        if held is None or held[0] != block:
+            number = sum(name.encode())  # of the stream, so that no two fields share theirs
+            generator = np.random.default_rng((self._seed, number, level, block))
+            held = (block, self._inputs.law(name, level).sample(generator, (self._BLOCK, width)).tolist())
+            self._blocks[name, level] = held
+        return held[1][row]

@@ -1,0 +1,78 @@
+import json
+
+import numpy as np
+import pytest
+
+from asyncrl_jax.config import Config, override
+from asyncrl_jax.config_file import write_config
+from asyncrl_jax.simulate.calibrate import calibrate
+from asyncrl_jax.simulate.inputs import parse
+from asyncrl_jax.simulate.simulation import simulate
+from asyncrl_jax.transport.archive import ArchivedGroup, write_groups
+from asyncrl_jax.types import FinishReason, Group, Task, Ticket, Trajectory
+
+UPDATES, UPDATE_S, EPISODE_S, PUBLISH_S, DISPATCH_S, HANDOVER_S = 20, 2.0, 0.75, 0.5, 0.25, 0.125
+
+
+def trajectory(version, start):
+    return Trajectory(
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=np.asarray([0, 1, 1, 0, 1], np.uint8),
+        behaviour_logprobs=np.zeros(5, np.float32),
+        policy_versions=np.asarray([-1, version, version, -1, version], np.int32),
+        reward=1.0,
+        reward_parts=np.asarray([1.0, 0.0, 0.0, 0.0], np.float32),
+        success=True,
+        finish_reason=FinishReason.ANSWERED,
+        num_turns=1,
+        sampling_started_at=start,
+        sampling_ended_at=start + EPISODE_S,
+    )
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run of known times: update u ends at 100 + 2 u, and v_u samples 0.5 s later."""
+    config = override(Config(), {"learner.groups_per_update": 1, "learner.group_size": 2, "learner.num_updates": 20})
+    write_config(tmp_path / "config.json", config)
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "archive").mkdir()
+    rows = [{"time": 100.0 + 2 * u, "step": u, "step_s": UPDATE_S, "zero_variance_share": 0.5} for u in range(1, 21)]
+    (tmp_path / "metrics" / "learner.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    groups = []
+    for update in range(UPDATES):
+        start = 100.0 + 2 * update + PUBLISH_S
+        task = Task("arithmetic", "train", 1 + update % 3, update)
+        ticket = Ticket(f"1-{update}", task, 2, 0, 0, 4, 1.0, 1, issued_at=start - DISPATCH_S)
+        group = Group(ticket, (trajectory(update, start), trajectory(update, start)), "actor-0")
+        groups.append(ArchivedGroup(group, start + EPISODE_S + HANDOVER_S, 300.0, 0, (update,)))
+    write_groups(tmp_path / "archive" / "groups-000-00000020.avro", groups)
+    return tmp_path
+
+
+def test_the_times_of_a_run_are_read_back(run_dir):
+    config, inputs = calibrate(run_dir)
+    assert config.learner.num_updates == 20
+    assert set(parse(inputs.update_s).numbers) == {UPDATE_S}
+    for level in (1, 2, 3):
+        assert set(np.round(inputs.law("episode_s", level).numbers, 3)) == {EPISODE_S}
+        assert set(inputs.law("episode_tokens", level).numbers) == {3.0}
+    assert inputs.publish_s == pytest.approx(PUBLISH_S, abs=1e-3)
+    assert inputs.dispatch_s == pytest.approx(DISPATCH_S, abs=1e-3)
+    assert inputs.handover_s == pytest.approx(HANDOVER_S, abs=1e-3)
+    assert inputs.zero_variance_share == 0.5
+
+
+def test_a_calibrated_simulation_runs_as_long_as_its_learner_does(run_dir):
+    outcome = simulate(*calibrate(run_dir))
+    assert outcome.updates == 20
+    assert outcome.wall_s == pytest.approx(20 * UPDATE_S, rel=0.1)
+
+
+def test_too_little_of_a_run_is_refused_by_name(run_dir, tmp_path_factory):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        calibrate(tmp_path_factory.mktemp("empty"))
+    rows = (run_dir / "metrics" / "learner.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics" / "learner.jsonl").write_text("".join(rows[:5]))
+    with pytest.raises(ValueError, match="5 updates are too few"):
+        calibrate(run_dir)
