@@ -61,7 +61,7 @@ def small_runs(draw):
     return config_of(**changes), inputs
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(small_runs())
 def test_no_token_is_over_lag_and_the_ledger_balances_whatever_happens(case):
     config, inputs = case
