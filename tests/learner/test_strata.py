@@ -114,6 +114,15 @@ def test_the_weights_undo_what_priority_did():
     assert np.mean(plain) - values.mean() > 20 * error
 
 
+def test_a_share_of_the_draw_is_uniform_whatever_the_priorities():
+    """Of 2 places among 10 a group without any signal keeps at least its part of the uniform share."""
+    pooled = [candidate(signal=1.0)] * 5 + [candidate(signal=0.0)] * 5
+    for share in (0.25, 0.5, 1.0):
+        chances, _ = inclusion_probabilities(pooled, 2, {"a/1": 1.0}, random_share=share, half_life=0.0)
+        low = 2 * ((1 - share) * 0.05 / (5 * 1.05 + 5 * 0.05) + share / 10)
+        np.testing.assert_allclose(chances[5:], low)
+
+
 def test_the_weight_is_capped():
     pooled = [candidate(signal=1.0)] * 20 + [candidate(signal=0.0)] * 20
     weights = [
