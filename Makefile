@@ -1,3 +1,4 @@
+# make install EXTRAS=dev leaves out PyTorch, and with it the tests against transformers
 # make run     trains the quickstart on this machine; settings go in ARGS="--config.mode=sync --config.seed=3"
 # make test    lint, types, import contracts and tests
 # make run-vllm   the same with a real vLLM in the actor (Python 3.11, 3 GB more); make test-vllm tests it
@@ -6,7 +7,6 @@
 
 PYTHON ?= python3
 ARGS ?=
-# `hf` brings PyTorch: EXTRAS=dev leaves it out, and skips the tests against transformers.
 EXTRAS ?= dev,hf
 VENV := .venv
 BIN := $(VENV)/bin

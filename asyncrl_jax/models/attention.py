@@ -10,7 +10,7 @@ of one key/value head (H = G·R), K width of a query or key head, U width of a v
 from __future__ import annotations
 
 import dataclasses
-import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -133,22 +133,29 @@ def attend_library(
     """The same by `jax.nn.dot_product_attention`, for accelerators: cuDNN's flash attention where that applies.
 
     The library wants keys and values of one width, so the narrower ones are padded with zeros, which changes nothing.
-    It knows no sinks, but reports the log of the sum of exponentials, from which their share follows.
+    It knows no sinks: they are one more key and value, both zeros, with the sink as the bias of its scores.
     """
     key_dim, value_dim = k_BSGK.shape[-1], v_BSGU.shape[-1]
     q_BTHK, k_BSGK, v_BSGU = (_pad_last(x, max(key_dim, value_dim)) for x in (q_BTHK, k_BSGK, v_BSGU))
-    attention = functools.partial(
-        jax.nn.dot_product_attention, q_BTHK, k_BSGK, v_BSGU, mask=mask_BTS[:, None], scale=key_dim**-0.5
+    mask_B1TS, bias_1H1S = mask_BTS[:, None], None
+    if sinks_H is not None:
+        k_BSGK, v_BSGU = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k_BSGK, v_BSGU))
+        mask_B1TS = jnp.pad(mask_B1TS, ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
+        sinks_1H11 = sinks_H.astype(q_BTHK.dtype)[None, :, None, None]
+        bias_1H1S = jnp.pad(sinks_1H11, ((0, 0), (0, 0), (0, 0), (mask_BTS.shape[-1], 0)))
+    output_BTHU = jax.nn.dot_product_attention(
+        q_BTHK,
+        k_BSGK,
+        v_BSGU,
+        bias_1H1S,
+        mask_B1TS,
+        scale=key_dim**-0.5,
+        implementation="xla" if sinks_H is not None else _flash_where_it_applies(q_BTHK),
     )
-    if sinks_H is None:
-        return attention(implementation=_flash_where_it_applies(q_BTHK))[..., :value_dim]
-    # The log-sum of flash attention has no gradient.
-    output_BTHU, log_sums_BTH = attention(implementation="xla", return_residual=True)
-    share_BTH = jax.nn.sigmoid(log_sums_BTH.astype(jnp.float32) - sinks_H[None, None])
-    return (output_BTHU * share_BTH[..., None]).astype(v_BSGU.dtype)[..., :value_dim]
+    return output_BTHU[..., :value_dim]
 
 
-def _flash_where_it_applies(q_BTHK: jax.Array) -> str:
+def _flash_where_it_applies(q_BTHK: jax.Array) -> Literal["cudnn", "xla"]:
     """cuDNN takes bfloat16 and heads of up to 128, a multiple of 8."""
     fits = q_BTHK.dtype == jnp.bfloat16 and q_BTHK.shape[-1] % 8 == 0 and q_BTHK.shape[-1] <= 128
     return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
