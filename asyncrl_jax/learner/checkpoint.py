@@ -269,7 +269,7 @@ def _placed(name: str, array: np.ndarray, key_kind: str | None, like: Any) -> An
         )
     if isinstance(like, np.ndarray):
         return array
-    if key_kind is None and not like.sharding.is_fully_addressable:
+    if key_kind is None and like.sharding is not None and not like.sharding.is_fully_addressable:
         return to_mesh(array, like.sharding)
     return jax.device_put(value, like.sharding)
 
