@@ -142,10 +142,11 @@ def _rows_per_device(config: Config) -> int:
 
 
 def _packed_shapes(config: Config, rows: int) -> list[jax.ShapeDtypeStruct]:
-    """Leaves of the whole packed update on a device: a dozen numbers a position."""
+    """Leaves of the whole packed update on a device: some ten numbers a position."""
     microbatches = math.ceil(max_rows(config) / config.learner.microbatch_rows)
     shape = (microbatches, rows, config.learner.pack_tokens)
-    return [jax.ShapeDtypeStruct(shape, jnp.float32) for name in PackedUpdate._fields if name != "num_microbatches"]
+    names = set(PackedUpdate._fields) - set(PackedUpdate._field_defaults) - {"num_microbatches"}
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for _ in names]
 
 
 def _logits_bytes(config: Config) -> int:

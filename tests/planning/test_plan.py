@@ -38,7 +38,8 @@ def _compiled_bytes(config):
     state = abstract_state(config)
     rows = config.learner.microbatch_rows
     shape = (math.ceil(max_rows(config) / rows), rows, config.learner.pack_tokens)
-    dtypes = {name: jnp.int32 if name in INTEGERS else jnp.float32 for name in PackedUpdate._fields}
+    required = [name for name in PackedUpdate._fields if name not in PackedUpdate._field_defaults]
+    dtypes = {name: jnp.int32 if name in INTEGERS else jnp.float32 for name in required}
     leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
     leaves |= {"loss_mask": jax.ShapeDtypeStruct(shape, bool), "num_microbatches": jax.ShapeDtypeStruct((), jnp.int32)}
     step = make_train_step(config, make_mesh(config.mesh))
