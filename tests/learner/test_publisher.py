@@ -22,7 +22,7 @@ from asyncrl_jax.weights.read import describe, read, read_manifest
 
 from .run_fixture import ScriptedRun, small_config
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("compile_once")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compile_once")]
 
 
 class Announcements:
