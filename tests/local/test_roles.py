@@ -54,7 +54,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(tmp_path, flags, named):
 def test_help_shows_settings_and_the_flags_of_the_binary(role):
     done = start(role, "--help")
     own = {"actor": "--actor_id", "demonstrations": "--output", "local": "--resume"}
-    assert "--config.learner.learning_rate: AdamW learning rate" in done.stdout
+    assert "--config.learner.learning_rate: learning rate" in done.stdout
     assert own.get(role, "--preset") in done.stdout
 
 
