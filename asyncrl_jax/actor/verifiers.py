@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl_jax.actor.subprocesses import reap
 from asyncrl_jax.lifetime import PARENT_VARIABLE
 
 START_LIMIT_S = 60.0  # for a process to import what it scores with
@@ -121,7 +122,7 @@ class VerifierPool:
 async def _kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    await reap(process)
 
 
 def math_score(answer: str, gold: str) -> float:

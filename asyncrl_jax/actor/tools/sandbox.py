@@ -31,6 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from asyncrl_jax.actor.subprocesses import reap
+
 ENTRY = Path(__file__).with_name("sandbox_entry.py")
 FIRST_USER = 2_000_000_000  # far above any account; one sandbox at a time uses one of the following
 NUM_USERS = 100_000
@@ -208,7 +210,7 @@ async def _end(process: asyncio.subprocess.Process, user: int) -> None:
     if user >= 0:
         _kill_all_of(user)
     async with asyncio.timeout(KILL_LIMIT_S):
-        await process.wait()
+        await reap(process)
 
 
 def _kill_all_of(user: int) -> None:
