@@ -3,8 +3,8 @@ import math
 
 import numpy as np
 import pytest
+from scripted import ScriptedPolicy
 
-from asyncrl_jax.actor.engines.base import Completion
 from asyncrl_jax.actor.envs.base import Observation, Score
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.config import EnvironmentConfig, RewardConfig
@@ -12,28 +12,6 @@ from asyncrl_jax.types import REWARD_PARTS, FinishReason, Task
 
 STOP = 9
 TASK = Task("scripted", "train", 1, 0)
-
-
-class ScriptedEngine:
-    """Says the given turns, one after the other; token t has log-prob -t and the version of its turn."""
-
-    def __init__(self, *turns):
-        self.turns, self.heard, self.num_open = list(turns), [], 0
-
-    async def open(self, seed, temperature):
-        self.num_open += 1
-        return self
-
-    async def generate(self, new_tokens, stop_tokens, max_tokens):
-        await asyncio.sleep(0)
-        self.heard.append(tuple(new_tokens))
-        said = self.turns.pop(0)[:max_tokens]
-        version = np.full(len(said), len(self.heard), np.int32)
-        finish = "stop" if said[-1] in stop_tokens else "length"
-        return Completion(np.array(said, np.int32), -np.array(said, np.float32), version, finish)
-
-    def close(self):
-        self.num_open -= 1
 
 
 class ScriptedEnvironment:
@@ -75,7 +53,7 @@ def play(engine, environment, **settings):
 
 
 def test_tok_03_tok_04_tok_06_every_position_says_who_made_it():
-    engine, environment = ScriptedEngine((4, STOP), (5, 6, STOP)), ScriptedEnvironment()
+    engine, environment = ScriptedPolicy((4, STOP), (5, 6, STOP)), ScriptedEnvironment()
     trajectory = play(engine, environment)
     assert trajectory.tokens.tolist() == [1, 2, 4, STOP, 3, 5, 6, STOP]
     assert trajectory.loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 1, 1]  # the sampled stop token is trained
@@ -104,7 +82,7 @@ def test_tok_03_tok_04_tok_06_every_position_says_who_made_it():
     ],
 )
 def test_limits_end_an_episode_with_their_reason(turns, limits, tokens, finish):
-    engine, environment = ScriptedEngine(*turns), ScriptedEnvironment(num_turns=9)
+    engine, environment = ScriptedPolicy(*turns), ScriptedEnvironment(num_turns=9)
     trajectory = play(engine, environment, **limits)
     assert (trajectory.tokens.tolist(), trajectory.finish_reason) == (tokens, finish)
     assert trajectory.loss_mask[-1] == 1
@@ -116,7 +94,7 @@ def test_limits_end_an_episode_with_their_reason(turns, limits, tokens, finish):
     "fault", [RuntimeError("broken"), KeyError("x"), TimeoutError(), asyncio.CancelledError(), "hang", 7]
 )
 def test_env_01_env_10_a_fault_fails_the_episode_and_names_the_stage(stage, fault):
-    engine, environment = ScriptedEngine((4, STOP), (5, STOP)), ScriptedEnvironment(**{stage: fault})
+    engine, environment = ScriptedPolicy((4, STOP), (5, STOP)), ScriptedEnvironment(**{stage: fault})
     with pytest.raises(EpisodeFailed) as caught:
         play(engine, environment)
     assert caught.value.stage == stage
@@ -125,7 +103,7 @@ def test_env_01_env_10_a_fault_fails_the_episode_and_names_the_stage(stage, faul
 
 @pytest.mark.parametrize("fault", [RuntimeError("broken"), "hang"])
 def test_an_episode_stands_when_only_its_close_fails(fault):
-    engine = ScriptedEngine((4, STOP), (5, STOP))
+    engine = ScriptedPolicy((4, STOP), (5, STOP))
     assert play(engine, ScriptedEnvironment(close=fault)).success
     assert engine.num_open == 0
 
@@ -147,14 +125,14 @@ def test_an_episode_stands_when_only_its_close_fails(fault):
     ],
 )
 def test_nonsense_from_an_environment_is_refused_with_its_reason(faults, detail):
-    engine = ScriptedEngine((4, STOP), (5, STOP))
+    engine = ScriptedPolicy((4, STOP), (5, STOP))
     with pytest.raises(EpisodeFailed, match=detail):
         play(engine, ScriptedEnvironment(**faults))
     assert engine.num_open == 0
 
 
 def test_orch_11_a_cancelled_episode_closes_everything_and_stays_cancelled():
-    engine, environment = ScriptedEngine((4, STOP)), ScriptedEnvironment(step="hang")
+    engine, environment = ScriptedPolicy((4, STOP)), ScriptedEnvironment(step="hang")
 
     async def run():
         config = EpisodeConfig(EnvironmentConfig(), RewardConfig())
@@ -171,4 +149,4 @@ def test_orch_11_a_cancelled_episode_closes_everything_and_stays_cancelled():
 
 def test_engine_errors_are_not_the_environments():
     with pytest.raises(IndexError):  # the script has no turn left: a bug, which must end the process
-        play(ScriptedEngine(), ScriptedEnvironment())
+        play(ScriptedPolicy(), ScriptedEnvironment())

@@ -269,8 +269,8 @@ def _walls(directory: Path, disk_bytes: int) -> Sequence[str]:
     for library in ("/lib", "/lib64", "/usr/lib", "/usr/lib64"):
         walls += ["--ro-bind-try", library, library]
     walls += ["--ro-bind", str(_prefix()), "/python", "--ro-bind", str(ENTRY), "/entry.py"]
-    walls += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/work"]
-    return [*walls, "--ro-bind", str(directory / "code.py"), "/work/code.py", "--chdir", "/work"]
+    walls += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/scratch"]
+    return [*walls, "--ro-bind", str(directory / "code.py"), "/scratch/code.py", "--chdir", "/scratch"]
 
 
 _HOSTILE = """
