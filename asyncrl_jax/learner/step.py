@@ -73,8 +73,14 @@ class _Step:
 
         Only trunk and routers are computed.
         """
+
+        def of_microbatch(batch: PackedUpdate) -> Routing:
+            return self.forward.trunk(params, batch)[1]
+
+        if packed.tokens.shape[0] == 1:  # XLA would take the body out of its loop, and run it though the loop does not
+            return _zeros_like(lambda: of_microbatch(_microbatch(packed, jnp.zeros((), jnp.int32))))
         num_needed = jnp.where(packed.num_microbatches > 1, packed.num_microbatches, 0)
-        return _sum_over_microbatches(packed, num_needed, lambda batch: self.forward.trunk(params, batch)[1])
+        return _sum_over_microbatches(packed, num_needed, of_microbatch)
 
     def score(self, params: Params, frozen: _Frozen, packed: PackedUpdate) -> tuple[Routing, _Scored]:
         """Routing of the whole step, and log-probs and values of all its positions."""
@@ -194,6 +200,8 @@ class _Step:
         zero_sums = Sums(*[zero] * len(Sums._fields))._replace(by_lag=jnp.zeros((4, NUM_LAGS)))
         no_grads, no_routing = jax.tree.map(jnp.zeros_like, (trained, routing))
         zeros = (zero, no_grads, zero_sums, no_routing, zero)
+        if packed.tokens.shape[0] == 1:  # a loop would copy weights and gradients
+            return add(jnp.zeros((), jnp.int32), zeros)
         return jax.lax.fori_loop(0, packed.num_microbatches, add, zeros)
 
 

@@ -45,6 +45,29 @@ def rotate(x_BTHK: jax.Array, positions_BT: jax.Array, rotary: Rotary) -> jax.Ar
     half = rotary.dim // 2
     angles_BTK = positions_BT[:, :, None].astype(jnp.float32) * rotary.frequencies()[None, None, :]
     cos, sin = jnp.cos(angles_BTK)[:, :, None, :], jnp.sin(angles_BTK)[:, :, None, :]
-    first, second = (part.astype(jnp.float32) for part in (x_BTHK[..., :half], x_BTHK[..., half : rotary.dim]))
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*(part.astype(x_BTHK.dtype) for part in turned), x_BTHK[..., rotary.dim :]], axis=-1)
+    turning = _turn(x_BTHK[..., : rotary.dim].astype(jnp.float32), cos, sin).astype(x_BTHK.dtype)
+    if rotary.dim == x_BTHK.shape[-1]:
+        return turning
+    return jnp.concatenate([turning, x_BTHK[..., rotary.dim :]], axis=-1)
+
+
+@jax.custom_vjp
+def _turn(x_BTHK: jax.Array, cos_BT1K: jax.Array, sin_BT1K: jax.Array) -> jax.Array:
+    """All of `x` by these angles, which get no gradient."""
+    first, second = jnp.split(x_BTHK, 2, axis=-1)
+    return jnp.concatenate([first * cos_BT1K - second * sin_BT1K, second * cos_BT1K + first * sin_BT1K], axis=-1)
+
+
+def _turn_forward(
+    x_BTHK: jax.Array, cos_BT1K: jax.Array, sin_BT1K: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _turn(x_BTHK, cos_BT1K, sin_BT1K), (cos_BT1K, sin_BT1K)
+
+
+def _turn_backward(angles: tuple[jax.Array, jax.Array], grad_BTHK: jax.Array) -> tuple[jax.Array, None, None]:
+    """Back by the same angles. Derived from the slices and the concatenation, it takes twice the time."""
+    cos_BT1K, sin_BT1K = angles
+    return _turn(grad_BTHK, cos_BT1K, -sin_BT1K), None, None
+
+
+_turn.defvjp(_turn_forward, _turn_backward)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from asyncrl_jax.models.router import NO_EXPERT
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 128, 32  # larger ones leave the cache, in smaller ones the product is slow
+LARGEST_BLOCK, SMALLEST_BLOCK = 64, 32  # larger ones run over by more than they gain, in smaller ones products are slow
 
 
 class _Order(NamedTuple):
@@ -38,11 +38,8 @@ Residuals = tuple[jax.Array, jax.Array, tuple[jax.Array, ...], _Order, jax.Array
 
 
 def block_rows(num_assignments: int, num_experts: int) -> int:
-    """Rows of one block: half of a balanced share or less, so that few rows run over."""
-    rows = LARGEST_BLOCK
-    while rows > SMALLEST_BLOCK and 2 * rows * num_experts > num_assignments:
-        rows //= 2
-    return rows
+    """Rows of one block: at most a quarter of a balanced share, so that few rows run over."""
+    return LARGEST_BLOCK if 4 * LARGEST_BLOCK * num_experts <= num_assignments else SMALLEST_BLOCK
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -86,10 +83,22 @@ def _take(array: jax.Array, index: jax.Array) -> jax.Array:
     return array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _zeros(like: jax.Array, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Zeros that vary over the same devices as `like`, as a loop's start must inside of `shard_map`."""
-    varying = jnp.isnan(like.reshape(-1)[0])
-    return tuple(jnp.where(varying, 0.0, jnp.zeros(shape, like.dtype)) for shape in shapes)
+def _zeros(order: _Order, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Zeros that vary over the same devices as the rows, as a loop's start must inside of `shard_map`."""
+    varying = (order.start_E[0] * 0).astype(jnp.float32)  # of integers, the compiler knows this product
+    return tuple(jnp.full(shape, varying) for shape in shapes)
+
+
+def _sum_of_assignments(rows_SD: jax.Array, order: _Order, weights_NA: jax.Array | None = None) -> jax.Array:
+    """[N, D]: Σ over the assignments of each row, without what no expert computed."""
+    assigned_NA = order.place_NA < jnp.sum(order.count_E)
+    total_ND = 0.0
+    for choice in range(order.place_NA.shape[1]):  # one fused loop; a reduction would write out [N, A, D]
+        part_ND = _take(rows_SD, order.place_NA[:, choice])
+        if weights_NA is not None:
+            part_ND *= weights_NA[:, choice, None]
+        total_ND += jnp.where(assigned_NA[:, choice, None], part_ND, 0.0)
+    return total_ND
 
 
 def _put(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
@@ -128,11 +137,10 @@ def _forward(
 
         return _over_blocks(count, rows, block, stored), None
 
-    start = _zeros(x_ND, (length, width), (length, expert_width), (length, expert_width))
+    start = _zeros(order, (length, width), (length, expert_width), (length, expert_width))
     shares = (gate_EDF, up_EDF, down_EFD, order.start_E, order.count_E)
     (y_SD, gate_SF, up_SF), _ = jax.lax.scan(expert, start, shares)
-    parts_NAD = _take(y_SD, order.place_NA) * weights_NA[:, :, None]
-    y_ND = jnp.sum(jnp.where((ids_NA == NO_EXPERT)[:, :, None], 0.0, parts_NAD), axis=1)
+    y_ND = _sum_of_assignments(y_SD, order, weights_NA)
     weights_NA = jnp.where(ids_NA == NO_EXPERT, 0.0, weights_NA)
     return y_ND, (x_ND, weights_NA, (gate_EDF, up_EDF, down_EFD), order, gate_SF, up_SF)
 
@@ -170,16 +178,15 @@ def _backward(rows: int, residuals: Residuals, grad_ND: jax.Array) -> tuple[Any,
                 ddown_FD + hidden_KF.T @ (grad_KD * weight_K1),
             )
 
-        sums = _zeros(x_ND, (width, expert_width), (width, expert_width), (expert_width, width))
+        sums = _zeros(order, (width, expert_width), (width, expert_width), (expert_width, width))
         dx_SD, dweight_S, *sums = _over_blocks(count, rows, block, (*stored, *sums))
         return (dx_SD, dweight_S), tuple(sums)
 
     shares = (*experts, order.start_E, order.count_E)
-    (dx_SD, dweight_S), dexperts = jax.lax.scan(expert, _zeros(x_ND, (length, width), (length,)), shares)
+    (dx_SD, dweight_S), dexperts = jax.lax.scan(expert, _zeros(order, (length, width), (length,)), shares)
     assigned_NA = order.place_NA < jnp.sum(order.count_E)
-    dx_NAD = jnp.where(assigned_NA[:, :, None], _take(dx_SD, order.place_NA), 0.0)
     dweights_NA = jnp.where(assigned_NA, _take(dweight_S, order.place_NA), 0.0)
-    return jnp.sum(dx_NAD, axis=1), None, dweights_NA, *dexperts
+    return _sum_of_assignments(dx_SD, order), None, dweights_NA, *dexperts
 
 
 run_sorted.defvjp(_forward, _backward)
