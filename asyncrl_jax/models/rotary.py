@@ -42,7 +42,6 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScalingConfig) -> np.ndarray:
 
 def rotate(x_BTHK: jax.Array, positions_BT: jax.Array, rotary: Rotary) -> jax.Array:
     """Rotates each head by its position; pairs are (i, i + dim / 2). Angles are float32 in any dtype of `x`."""
-    half = rotary.dim // 2
     angles_BTK = positions_BT[:, :, None].astype(jnp.float32) * rotary.frequencies()[None, None, :]
     cos, sin = jnp.cos(angles_BTK)[:, :, None, :], jnp.sin(angles_BTK)[:, :, None, :]
     turning = _turn(x_BTHK[..., : rotary.dim].astype(jnp.float32), cos, sin).astype(x_BTHK.dtype)
