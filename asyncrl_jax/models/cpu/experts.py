@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from asyncrl_jax.models.router import NO_EXPERT
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 64, 32  # larger ones run over by more than they gain, in smaller ones products are slow
+# Rows of one block, by the least balanced share of an expert that it is best for; 16 is slower everywhere.
+BLOCK_ROWS = ((1024, 128), (256, 64), (0, 32))
 
 
 class _Order(NamedTuple):
@@ -38,8 +39,8 @@ Residuals = tuple[jax.Array, jax.Array, tuple[jax.Array, ...], _Order, jax.Array
 
 
 def block_rows(num_assignments: int, num_experts: int) -> int:
-    """Rows of one block: at most a quarter of a balanced share, so that few rows run over."""
-    return LARGEST_BLOCK if 4 * LARGEST_BLOCK * num_experts <= num_assignments else SMALLEST_BLOCK
+    """Rows of one block: few run over, and the product of one is not too small."""
+    return next(rows for share, rows in BLOCK_ROWS if num_assignments >= share * num_experts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -92,13 +93,15 @@ def _zeros(order: _Order, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
 def _sum_of_assignments(rows_SD: jax.Array, order: _Order, weights_NA: jax.Array | None = None) -> jax.Array:
     """[N, D]: Σ over the assignments of each row, without what no expert computed."""
     assigned_NA = order.place_NA < jnp.sum(order.count_E)
-    total_ND = 0.0
-    for choice in range(order.place_NA.shape[1]):  # one fused loop; a reduction would write out [N, A, D]
+
+    def part(choice: int) -> jax.Array:
         part_ND = _take(rows_SD, order.place_NA[:, choice])
         if weights_NA is not None:
             part_ND *= weights_NA[:, choice, None]
-        total_ND += jnp.where(assigned_NA[:, choice, None], part_ND, 0.0)
-    return total_ND
+        return jnp.where(assigned_NA[:, choice, None], part_ND, 0.0)
+
+    # One fused loop; a reduction would first write out [N, A, D].
+    return functools.reduce(jnp.add, [part(choice) for choice in range(order.place_NA.shape[1])])
 
 
 def _put(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
