@@ -29,6 +29,10 @@ def _plain(value: Any) -> Any:
         return {name: _plain(getattr(value, name)) for name in _names(type(value))}
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # what is as by default is left out
+        defaults = typing.cast(Any, type(value))._field_defaults
+        fields = zip(value._fields, value, strict=True)
+        return {name: _plain(item) for name, item in fields if name not in defaults or item != defaults[name]}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
@@ -57,11 +61,11 @@ def load(default: _T, found: Mapping[str, Any]) -> _T:
 
 def _restore(kind: Any, value: Any) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
         hints = _hints(kind)
         if not isinstance(value, dict):
             raise TypeError(f"{value!r} is no {kind}")
-        names = [name for name in _names(kind) if name in value]
+        names = [name for name in hints if name in value]
         return typing.cast(Any, kind)(**{name: _restore(hints[name], value[name]) for name in names})
     if origin in (types.UnionType, typing.Union):
         if value is None:

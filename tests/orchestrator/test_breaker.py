@@ -25,7 +25,7 @@ class Watched:
         return self.decided
 
     def phase(self, target=ENV):
-        return self.state.breakers[target].phase
+        return self.state.phase(target)
 
 
 def good(n=1.0, seconds=1.0):
@@ -176,3 +176,35 @@ def test_buckets_follow_the_worst_of_what_they_need():
 def test_off_opens_nothing():
     watched = Watched(BreakerConfig(enabled=False))
     assert watched.see(tallies={ENV: faults(100)}).factors == {}
+
+
+def test_what_is_well_has_no_breaker_and_keeps_its_counts_until_a_fault(watched):
+    """200 successes before it keep 8 faults from opening: they count although no breaker was there."""
+    watched.see(tallies={ENV: good(200)})
+    assert watched.state.breakers == {}
+    watched.see(tallies={ENV: faults(8)})
+    assert watched.phase() == "closed"
+    assert watched.state.breakers[ENV].usual_s == 1.0
+    watched.see(tallies={ENV: faults(3)})
+    assert watched.phase() == "open"
+
+
+def test_a_target_is_well_again_once_its_windows_are_clean(watched):
+    watched.see(tallies={ENV: good(20).plus(faults(1))})
+    assert ENV in watched.state.breakers
+    watched.see(60.0)
+    watched.see(60.0)
+    assert watched.state.breakers == {}
+    assert watched.state.usual_s == {ENV: 1.0}
+
+
+def test_what_is_known_of_an_actor_that_is_gone_is_forgotten(watched):
+    alive = {"a": Actor(1.0, False)}
+    watched.see(tallies={"actor:a": good(), "actor:b": good(), "actor:c": faults(8), ENV: good()}, actors=alive)
+    for _ in range(3):
+        watched.see(61.0, actors=alive, tallies={"actor:a": good()})
+    assert watched.state.usual_s.keys() == {"actor:a", ENV}
+    assert watched.phase("actor:c") == "half_open"
+    watched.see(3601.0, actors=alive)
+    watched.see(61.0, actors=alive)
+    assert watched.state.breakers == {}

@@ -19,7 +19,12 @@ STATES = rounds.States(
     curriculum=curriculum.State({"sums/1": curriculum.Bucket(0.4, 12.0, True, 0.5, 3.0, True)}),
     breaker=breaker.State(
         {"actor:a": breaker.Breaker("open", 2.0, breaker.Tally(1, 2.0, {"x": 1.0}), replaced_at=(1.0, 2.0))},
-        {"a": breaker.Progress(3.0, 4.0)},
+        {"actor:b": 3.5},
+        {"actor:b": 4.0},
+        {"actor:b": 5.0},
+        6.0,
+        {"a": 3.0},
+        {"a": 4.0},
         7.0,
     ),
     drift=drift.State({"sums/1": drift.Bucket(drift.Sample(1.0), {"reward": drift.History(3, 0.5, 0.1)}, "x", True)}),

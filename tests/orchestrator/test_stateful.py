@@ -228,7 +228,7 @@ class Breakers(RuleBasedStateMachine):
     @rule(name=st.sampled_from(TARGETS), choice=st.sampled_from(("open", "closed")))
     def by_hand(self, name, choice):
         self.look(forced={name: choice})
-        assert self.state.breakers[name].phase == choice
+        assert self.state.phase(name) == choice
 
     def teardown(self):
         """Cured, everything closes: nothing stays open for ever."""
@@ -238,7 +238,7 @@ class Breakers(RuleBasedStateMachine):
         for _ in range(12):
             self.now += 50
             self.look(tallies={target: breaker.Tally(10.0, 1.0) for target in TARGETS})
-        assert {self.state.breakers[target].phase for target in TARGETS} == {"closed"}
+        assert {self.state.phase(target) for target in TARGETS} == {"closed"}
 
 
 def test_breakers_keep_their_promises_in_any_order_of_events():

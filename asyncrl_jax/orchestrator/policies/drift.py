@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncrl_jax.config_orchestrator import DriftConfig
 from asyncrl_jax.types import Decision
@@ -48,6 +49,21 @@ class Sample:
         names = [field.name for field in dataclasses.fields(self)]
         return Sample(*(getattr(self, name) + getattr(other, name) for name in names))
 
+    @classmethod
+    def total(cls, records: Sequence[Mapping[str, Any]]) -> Sample:
+        """The sum of records of these fields, each of which may be absent.
+
+        Raises:
+          TypeError, ValueError: if a record is none, or the sum is not finite.
+        """
+        for record in records:
+            if not _SAMPLE_FIELDS.issuperset(record):
+                raise ValueError(f"unknown fields in {record!r}")
+        sums = {name: sum([record.get(name, 0.0) for record in records]) for name in _SAMPLE_FIELDS}
+        if not math.isfinite(sum(sums.values())):
+            raise ValueError("a sum is not finite")
+        return cls(**sums)
+
     def measures(self) -> dict[str, float]:
         """By the names of MEASURES."""
         episodes = max(self.episodes, 1e-9)
@@ -60,6 +76,9 @@ class Sample:
             "repetition": self.repetition / episodes,
             "entropy": self.surprisal / max(self.tokens, 1e-9),
         }
+
+
+_SAMPLE_FIELDS = frozenset(field.name for field in dataclasses.fields(Sample))
 
 
 @dataclasses.dataclass(frozen=True)
