@@ -40,7 +40,7 @@ def scene(actors: int, tick: int) -> rounds.Scene:
     return rounds.Scene(
         now=float(tick),
         learner=LearnerState(line=0, update=tick, version=tick, phase="training"),
-        learner_beat={"idle_share": 0.05, "update_s": 20.0, "service_s": 60.0, "by_lag": {"1": [1e6, 0.99, 0.001]}},
+        learner_beat={"idle_share": 0.05, "step_s": 20.0, "service_s": 60.0, "by_lag": {"1": [1e6, 0.99, 0.001]}},
         actor_beats=beats,
         backlog_groups=actors // 8,
         observations=observations,

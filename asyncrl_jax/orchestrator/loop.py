@@ -279,7 +279,7 @@ class Orchestrator:
                 update=learner.update,
                 outstanding_tickets=counts["pending"] - learner.unsettled_tickets,
                 outstanding_uses=counts["pending"] * settings.replay_ratio - learner.unsettled_uses,
-                update_s=rates.get("update_s", 0.0),
+                step_s=rates.get("step_s", 0.0),
                 service_s=rates.get("service_s", 0.0),
                 factor=plan.factor,
                 fresh=plan.fresh,

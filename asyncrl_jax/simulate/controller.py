@@ -123,7 +123,7 @@ class Controller:
                 update=update,
                 outstanding_tickets=tickets,
                 outstanding_uses=uses,
-                update_s=beat.get("update_s", 0.0),
+                step_s=beat.get("step_s", 0.0),
                 service_s=beat.get("service_s", 0.0),
                 factor=plan.factor,
                 fresh=plan.fresh,

@@ -287,14 +287,15 @@ class Simulation:
                     self._at(self._enough_at + self._lag.straggler_wait_s, "waited", self.update)
                 return
         wait_s = self.now - self._collecting_since
-        self.spent.starved_s += self._enough_at - self._collecting_since
+        starved_s = self._enough_at - self._collecting_since
+        self.spent.starved_s += starved_s
         self.spent.straggler_s += self.now - self._enough_at
         self._refilled = 0
         self.trainer.begin(self.update)
         ends = self.now + max(self._draws.update_s(self.update), 1e-6)
         if (self.update + 1) % self._config.weights.publish_every_updates == 0:
             ends = max(ends, self.versions.announced_at)  # the version before is announced first
-        self._at(ends, "updated", (self.now, wait_s))
+        self._at(ends, "updated", (self.now, wait_s, starved_s))
 
     def _on_waited(self, update: int) -> None:
         if update == self.update:
@@ -332,12 +333,12 @@ class Simulation:
         else:
             self._expire(flight)
 
-    def _on_updated(self, what: tuple[float, float]) -> None:
-        began, wait_s = what
+    def _on_updated(self, what: tuple[float, float, float]) -> None:
+        began, wait_s, starved_s = what
         self.update += 1
         self.spent.busy_s += self.now - began
         self.spent.wait_s += wait_s
-        self.rates.updated(self.now - self._finished_at, wait_s)
+        self.rates.updated(self.now - self._finished_at, wait_s, starved_s)
         self._finished_at = self._collecting_since = self.now
         self._enough_at, self._cut = None, False
         self._uses -= len(self.trainer.batch)

@@ -20,15 +20,15 @@ def decide(observed: Observed, mode: str = "async", lag: LagConfig = ASYNC, **kw
 
 
 def test_deadline_is_the_bound_from_the_oldest_weights_allowed():
-    decision = decide(Observed(update=10, outstanding_tickets=0, outstanding_uses=0, update_s=0, service_s=0))
+    decision = decide(Observed(update=10, outstanding_tickets=0, outstanding_uses=0, step_s=0, service_s=0))
     assert (decision.min_update, decision.deadline) == (8, 12)
 
 
 def test_target_follows_littles_law_and_stays_below_the_bound():
     # 16 groups every 0.4 s is 40 groups a second; 0.1 s of service is 4 groups, plus the update under way, plus slack
-    decision = decide(Observed(10, 0, 0, update_s=0.4, service_s=0.1))
+    decision = decide(Observed(10, 0, 0, step_s=0.4, service_s=0.1))
     assert decision.target_uses == 16 + 4 + 4
-    assert decide(Observed(10, 0, 0, update_s=0.4, service_s=60.0)).target_uses == (4 - 2 + 1) * 16
+    assert decide(Observed(10, 0, 0, step_s=0.4, service_s=60.0)).target_uses == (4 - 2 + 1) * 16
 
 
 def test_nothing_is_issued_beyond_the_last_update():

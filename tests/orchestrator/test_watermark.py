@@ -79,3 +79,13 @@ def test_a_quota_is_never_exceeded_by_more_than_its_burst(rate, burst, steps):
 def test_without_a_quota_nothing_is_limited():
     assert watermark.refill({}, ("api",), 0.0, WatermarkConfig()) == {}
     assert watermark.allowed({}, "api", 4) is None
+
+
+def test_slow_ends_once_the_learner_waits_for_something_else_after_all():
+    """What is pooled while stragglers are waited for is no sign of too much in flight."""
+    state, factors = State(), []
+    for n in range(40):
+        decided = watermark.decide(state, Observed(float(n), 32, 16, 0.0 if n < 20 else 0.5), CONFIG)
+        state, factors = decided.state, [*factors, decided.factor]
+    assert factors[19] == 0.5
+    assert factors[-1] == 1.0

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from asyncrl_jax.config import Config, override
 from asyncrl_jax.orchestrator.policies import admission
+from asyncrl_jax.simulate.controller import Controller, Tallies
 from asyncrl_jax.simulate.inputs import Inputs
 from asyncrl_jax.simulate.simulation import Simulation, simulate
 
@@ -224,3 +225,14 @@ def test_slower_actors_take_longer():
     even = simulate(config_of(), QUICK)
     uneven = simulate(config_of(), dataclasses.replace(QUICK, slow_share=0.5, slow_factor=5.0))
     assert uneven.wall_s > even.wall_s
+
+
+def test_what_is_aimed_at_does_not_fall_with_the_time_that_the_learner_waits():
+    """Little's law is asked with the seconds of an update itself; the time between updates has its waits in it."""
+    config, aimed = config_of(**{"lag.token_updates": 8, "weights.keep_versions": 12}), []
+    for update_s in (1.0, 10.0):
+        controller = Controller(config)
+        beat = {"step_s": 1.0, "service_s": 3.0, "update_s": update_s, "idle_share": 0.0}
+        controller.round(0.0, 5, beat, 4, Tallies())
+        aimed.append(len(controller.admit(5, 0, 0, beat)))
+    assert aimed == [4 + 3 * 4 + config.lag.slack_groups] * 2

@@ -4,7 +4,9 @@ Rule. Issued while the learner is at update u, a ticket carries `min_update` (no
 weights) and the deadline `min_update + N` (no update after it trains on it), so a token's lag cannot exceed N
 whatever happens in between. What is outstanding stays within the updates that can still use it, and below that, just
 in time: the update under way, plus what the learner will ask for while the next groups are being sampled (Little's
-law), plus a small slack. Filling to the bound instead would make the mean lag N for ever.
+law), plus a small slack. What it will ask for follows from the seconds that an update keeps it busy: the time between
+updates has its waits in it, and would ask for less the longer it waits. Filling to the bound instead would make the
+mean lag N for ever.
 
 * async: `min_update = u - A`; at most N - A + 1 updates' worth outstanding.
 * semi_async: S updates' worth are released when the previous S are done; `min_update` and deadline are those of the
@@ -40,7 +42,7 @@ class Observed:
     update: int  # optimizer updates the learner has done
     outstanding_tickets: int  # issued groups with a use left that no finished update has made yet
     outstanding_uses: int  # those uses
-    update_s: float  # seconds between updates, lately; 0 if not known yet
+    step_s: float  # seconds that an update keeps the learner busy, lately; 0 if not known yet
     service_s: float  # seconds from the start of a group's sampling to its arrival, lately; 0 if not known yet
     factor: float = 1.0  # of `watermark`, on what is aimed at below the bound
     fresh: bool = False  # of `lag`: wait for fresh data
@@ -104,6 +106,6 @@ def decide(
 
 def _groups_in_service(observed: Observed, groups_per_update: int) -> int:
     """Groups the learner consumes while one is sampled; one update's worth until rates are known."""
-    if observed.update_s <= 0 or observed.service_s <= 0:
+    if observed.step_s <= 0 or observed.service_s <= 0:
         return groups_per_update
-    return math.ceil(groups_per_update * observed.service_s / observed.update_s)
+    return math.ceil(groups_per_update * observed.service_s / observed.step_s)

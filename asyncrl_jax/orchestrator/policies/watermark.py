@@ -3,9 +3,10 @@
 Rule. The backlog is the groups that wait for the learner, in updates' worth. Above the high mark, not falling, and
 with a busy learner, less is put in flight (factor 1/2); below the low mark, not rising and with a learner that idles,
 more (factor 2). Either ends in the middle between the marks, and no two changes are closer than the dwell time:
-hysteresis in level and in time, so noise around a mark changes nothing. The factor scales what admission aims at and
-never its bound. Apart from that, each environment has a token bucket: an outside service's quota in episodes a second
-is never exceeded by more than the burst.
+hysteresis in level and in time, so noise around a mark changes nothing. Less in flight also ends once the learner idles
+after all, as when it waits for stragglers: then what waits for it is no sign that it has too much. The factor scales
+what admission aims at and never its bound. Apart from that, each environment has a token bucket: an outside service's
+quota in episodes a second is never exceeded by more than the burst.
 
 Source: high and low watermarks as in Reactive Streams and Kafka's quota; token bucket, RFC 2697.
 Failure mode: a learner that idles for another reason (a checkpoint, a compile) looks starved; the price is more
@@ -86,7 +87,7 @@ def _level(level: str, backlog: float, rate: float, idle_share: float, config: W
         return "slow"
     if backlog <= config.low_updates and rate <= 0 and idle_share >= config.idle_share:
         return "fast"
-    if level == "slow" and backlog > middle:
+    if level == "slow" and backlog > middle and idle_share < 2 * config.idle_share:
         return "slow"
     if level == "fast" and backlog < middle and idle_share >= config.idle_share / 2:
         return "fast"
