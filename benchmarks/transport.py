@@ -7,8 +7,9 @@
 
 Ours is the production path: `GroupWriter` checks, encodes and queues a group and ends its task in one atomic step;
 `GroupReader` reads it, fetches and decodes it, checks it against the ledger, and settles its ticket. Raw is XADD of the
-encoded bytes, XREADGROUP, XACK and XDEL with a client as redis-py makes it, pipelined in batches of the same size. The
-two take turns on one server over TCP, and medians are compared, since a machine's clock is noisy.
+encoded bytes, XREADGROUP, XACK and XDEL with a client as redis-py makes it, pipelined in batches of the same size. Two
+threads submit, as an actor host's do: one encodes while the other sends. Raw has nothing to encode, and sends from one.
+The two take turns on one server over TCP, and medians are compared, since a machine's clock is noisy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,6 +43,7 @@ from asyncrl_jax.transport.tasks import TaskStream
 from asyncrl_jax.types import FinishReason, Group, Outcome, Task, Ticket, Trajectory
 
 GROUP_SIZE = 8
+WRITING_THREADS = 2
 BYTES_PER_TOKEN = 13  # of all token columns
 VOCAB = 32_000
 LIMITS = Limits(max_message_bytes=1 << 26, max_tokens=1 << 20, vocab_size=VOCAB, max_group_size=GROUP_SIZE)
@@ -109,9 +112,9 @@ def write_ours(run: Run, client: redis.Redis) -> Iterator[None]:
     model = make_group(deliveries[0].ticket, run.trajectory_bytes)
     groups = [(delivery, dataclasses.replace(model, ticket=delivery.ticket)) for delivery in deliveries]
     writer = GroupWriter(client, keys, run.config, LIMITS)
-    yield
-    for batch in batches(groups, run.batch):
-        assert all(writer.submit_many(batch))
+    with ThreadPoolExecutor(WRITING_THREADS) as threads:
+        yield
+        assert all(map(all, threads.map(writer.submit_many, batches(groups, run.batch))))
 
 
 def read_ours(run: Run, client: redis.Redis) -> Iterator[None]:

@@ -7,8 +7,8 @@ no JAX, has followed the announcement, read and verified every leaf into memory 
 needs into its model, and sampled a token with them: the argmax of a linear head over the mean of some rows of an
 embedding, both leaves of the version; the token is checked against what the new weights must give. Raw is one file of
 the same bytes, written, synced, and read into memory that was used before. Both keep the page cache. They take turns,
-and medians are compared, since a machine's clock and disk are noisy. The first versions only warm up: a version is a new
-directory, and until old ones are deleted the system gives it memory that nothing has touched yet (`first_ratio`).
+and medians are compared, since a machine's clock and disk are noisy. The first versions only warm up: a version is a
+new directory, and until old ones are deleted the system gives it memory that nothing has touched yet (`first_ratio`).
 
 `orbax_default_ratio` is Orbax as it comes, restored by Orbax. `delta_*` compare a delta with the whole version at bf16
 after one step of 1e-6: its bytes, the seconds to publish and read it, and whether what arrives is equal to the bit.

@@ -130,7 +130,8 @@ class GroupWriter:
     def _stage_and_queue(self, submissions: list[_Submission]) -> list[int]:
         keys = self._keys.settlement()
         arguments = [name for submission in submissions for name in submission.arguments]
-        with self._redis.pipeline(transaction=False) as pipe:
+        # One transaction, so that a server that syncs before it replies does so once, not once for each payload.
+        with self._redis.pipeline(transaction=True) as pipe:
             for submission in submissions:
                 pipe.set(submission.key, submission.staged, ex=STAGED_S)
             pipe.evalsha(self._submit.sha, len(keys), *keys, self._keys.group_prefix, *arguments)

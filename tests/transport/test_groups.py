@@ -143,6 +143,20 @@ def test_q_01_a_reader_killed_between_read_and_ack_loses_nothing(run, dying_read
     assert run.ledger.counts()["trained"] == 6
 
 
+def test_groups_that_are_finished_together_reach_the_disk_in_one_transaction(run, make_group):
+    run.queue(1)  # the scripts are loaded by now
+    run.issue(5)
+    held = run.tasks().claim(5, 0)
+
+    def transactions():
+        return run.client.info("commandstats").get("cmdstat_exec", {"calls": 0})["calls"]
+
+    before = transactions()
+    assert all(run.writer.submit_many([(delivery, make_group(delivery.ticket)) for delivery in held]))
+    assert transactions() == before + 1
+    assert run.ledger.counts()["pending"] == 6
+
+
 def test_q_02_a_lost_reply_leaves_one_group_and_no_waste(lossy, make_group):
     proxy, run = lossy
     run.queue(1)  # the scripts are loaded by now
