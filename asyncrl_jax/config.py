@@ -314,6 +314,27 @@ class Config:
                 rows % shards == 0, name, rows, f"must be a multiple of mesh.data × mesh.fsdp × mesh.expert = {shards}"
             )
         self._check_experts()
+        self._check_fleet()
+
+    def _check_fleet(self) -> None:
+        scale, fleet = self.orchestrator.autoscale, self.orchestrator.fleet
+        if not scale.enabled:
+            return
+        name = "orchestrator.autoscale"
+        require(not self.deterministic, f"{name}.enabled", True, "needs --config.deterministic=false")
+        require(
+            scale.min_actors <= self.actor.num_hosts <= scale.max_actors,
+            "actor.num_hosts",
+            self.actor.num_hosts,
+            f"between {name}.min_actors = {scale.min_actors} and {name}.max_actors = {scale.max_actors}: it starts so",
+        )
+        cost = fleet.hourly_cost(self.actor.num_hosts) + scale.learner_price * self.mesh.data
+        require(
+            scale.hourly_budget == 0 or cost <= scale.hourly_budget,
+            f"{name}.hourly_budget",
+            scale.hourly_budget,
+            f"at least {cost:g}, which the learner and {self.actor.num_hosts} actors cost",
+        )
 
     def _check_experts(self) -> None:
         router, experts = self.model.router, self.experts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from asyncrl_jax.config_fleet import AutoscaleConfig, FleetConfig
 from asyncrl_jax.config_leaf import branch, require, setting
 
 
@@ -207,6 +208,8 @@ class OrchestratorConfig:
     breaker: BreakerConfig = branch(BreakerConfig)
     drift: DriftConfig = branch(DriftConfig)
     regression: RegressionConfig = branch(RegressionConfig)
+    autoscale: AutoscaleConfig = branch(AutoscaleConfig)
+    fleet: FleetConfig = branch(FleetConfig)
 
     def __post_init__(self) -> None:
         require(self.num_instances >= 1, "orchestrator.num_instances", self.num_instances, "at least 1")

@@ -42,6 +42,7 @@ class Evaluator:
     ) -> None:
         """Args: engine: not the one that samples for training. holder: name of the claims, of this actor alone."""
         self.num_running = 0  # tasks of the evaluation under way
+        self.draining = False  # takes up no further one
         self._engine = engine
         self._loader = loader
         self._control = control
@@ -54,6 +55,9 @@ class Evaluator:
     async def run(self) -> None:
         """Serves requests for as long as it is not cancelled."""
         while True:
+            if self.draining:
+                await asyncio.sleep(_POLL_S)
+                continue
             request = await asyncio.to_thread(self._control.claim_evaluation, self._holder, _LEASE_S)
             if request is None or not await self._serve(request):
                 await asyncio.sleep(_POLL_S)

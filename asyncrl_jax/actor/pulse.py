@@ -80,6 +80,7 @@ class Pulse:
         if order != self._sampler.order:
             log.warning("ordered: %s", order)
             self._sampler.order = order
+            self._evaluator.draining = order.drain
         if self._sampler.tickets:
             self._sampler.cut(await asyncio.to_thread(self._steering.cut_among, self._sampler.tickets))
 

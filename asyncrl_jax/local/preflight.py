@@ -66,6 +66,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
         lambda: _splits(config),
         lambda: _devices(config),
         lambda: _writers(config),
+        lambda: _fleet(config),
         lambda: _weights(config),
         lambda: _directory(run_dir, resume),
         lambda: _disk(run_dir),
@@ -120,6 +121,17 @@ def _writers(config: Config) -> Check:
     extras = ",".join(missing)
     problem = f"--config.observe.writers={extras}: needs pip install 'asyncrl-jax[{extras}]'" if missing else ""
     return Check("metric writers", ", ".join(config.observe.writers) or "none besides the files", problem)
+
+
+def _fleet(config: Config) -> Check:
+    from asyncrl_jax.orchestrator.fleets.opening import check_installed
+
+    kind = config.orchestrator.fleet.kind
+    try:
+        check_installed(config.orchestrator.fleet)
+    except ValueError as error:
+        return Check("fleet", kind, str(error))
+    return Check("fleet", kind)
 
 
 def _devices(config: Config) -> Check:
@@ -212,11 +224,14 @@ def _demonstrations(config: Config) -> Check:
 
 def _memory(config: Config) -> Check:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = MEMORY_PER_PROCESS_BYTES * (1 + config.actor.num_hosts)
+    scale = config.orchestrator.autoscale
+    most = scale.max_actors if scale.enabled and config.orchestrator.fleet.kind == "local" else config.actor.num_hosts
+    needed = MEMORY_PER_PROCESS_BYTES * (1 + most)
     found = f"{total / 2**30:.1f} GiB of memory, {os.cpu_count()} cores"
     if total >= needed:
         return Check("machine", found)
-    problem = f"{found}: {config.actor.num_hosts} actors may not fit, lower --config.actor.num_hosts"
+    flag = "orchestrator.autoscale.max_actors" if most != config.actor.num_hosts else "actor.num_hosts"
+    problem = f"{found}: {most} actors may not fit, lower --config.{flag}"
     return Check("machine", found, problem, warning=True)
 
 

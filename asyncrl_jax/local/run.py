@@ -31,6 +31,7 @@ from asyncrl_jax.config import Config, override
 from asyncrl_jax.config_file import read_config, write_config
 from asyncrl_jax.local import preflight
 from asyncrl_jax.local.environment import PASSWORD_VARIABLE, child_environment, learner_environment, redis_password
+from asyncrl_jax.local.fleet import LocalFleet
 from asyncrl_jax.local.supervisor import Part, PartFailed, Supervisor, failure, spawn
 from asyncrl_jax.observe.display import Display, Snapshot, read_snapshot
 from asyncrl_jax.observe.record import write_record
@@ -39,6 +40,7 @@ from asyncrl_jax.transport.connection import RedisUnavailable, connect
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.server import Server, start_server
+from asyncrl_jax.transport.steering import Steering
 
 DEMONSTRATIONS_LIMIT_S = 600.0
 CLOSING_LIMIT_S = 60.0  # for parts to end by themselves once the run is finished
@@ -146,6 +148,7 @@ class LocalRun:
         self._environment = child_environment(os.environ)
         self._supervisor = Supervisor(notify=self._say)
         self._supervisor.restarts.update(read_restarts(run_dir))
+        self._fleet = LocalFleet(self._supervisor, self._actor)
 
     def execute(self) -> int:
         """Runs the session; every process that it started has ended when it returns."""
@@ -190,6 +193,7 @@ class LocalRun:
         client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), password, answer_s=_ANSWER_S)
         for part in self._parts():
             self._supervisor.start(part)
+        self._follow_fleet(patient)
         write_record(self._run_dir, config, self._environment)
         closed = self._watch(client)
         if self._signal is not None or closed is not None:
@@ -216,20 +220,31 @@ class LocalRun:
         self._config = override(self._config, changes)
 
     def _parts(self) -> list[Part]:
-        def part(name: str, role: str, *arguments: str) -> Part:
-            path = self._run_dir / "logs" / f"{name}.log"
-            command = role_command(role, self._run_dir / "config.json", *arguments)
-            environment = learner_environment(self._environment) if role == "learner" else self._environment
-            return Part(name, lambda: spawn(command, environment, path), path)
-
+        """All but the actors."""
         standbys = range(1, self._config.orchestrator.num_instances)
         orchestrators = ["orchestrator", *(f"orchestrator-{index}" for index in standbys)]
-        actors = [f"actor-{index}" for index in range(self._config.actor.num_hosts)]
-        return [
-            part("learner", "learner"),
-            *(part(name, "orchestrator") for name in orchestrators),
-            *(part(name, "actor", f"--actor_id={name}") for name in actors),
-        ]
+        return [self._part("learner", "learner"), *(self._part(name, "orchestrator") for name in orchestrators)]
+
+    def _actor(self, name: str) -> Part:
+        return self._part(name, "actor", f"--actor_id={name}")
+
+    def _part(self, name: str, role: str, *arguments: str) -> Part:
+        path = self._run_dir / "logs" / f"{name}.log"
+        command = role_command(role, self._run_dir / "config.json", *arguments)
+        environment = learner_environment(self._environment) if role == "learner" else self._environment
+        return Part(name, lambda: spawn(command, environment, path), path)
+
+    def _follow_fleet(self, client: redis_client.Redis) -> None:
+        """Has as many actors as the orchestrator asks for; before it asked, as many as the settings say."""
+        fleet = self._config.orchestrator.fleet
+        if fleet.kind != "local":
+            return  # the orchestrator asks a cluster for them
+        asked = Steering(client, Keys(self._config.redis.namespace)).directives().fleet_size
+        members = fleet.members(self._config.actor.num_hosts if asked is None else asked)
+        if members != (before := self._fleet.sizes()):
+            self._fleet.resize(members)
+            if before:
+                self._say(f"the fleet is to have {', '.join(f'{size} × {name}' for name, size in members.items())}")
 
     def _make_demonstrations(self) -> None:
         """Writes the demonstrations that the config asks for and that aren't there yet."""
@@ -286,7 +301,10 @@ class LocalRun:
     def _look(self, client: redis_client.Redis) -> Snapshot | None:
         """What Redis knows of the run; None while it is away, since then it must be started again first."""
         try:
-            return read_snapshot(client, Keys(self._config.redis.namespace))
+            snapshot = read_snapshot(client, Keys(self._config.redis.namespace))
+            if not snapshot.ending(self._config.learner.num_updates):
+                self._follow_fleet(client)
+            return snapshot
         except (RedisUnavailable, redis_client.RedisError):
             return None
 

@@ -7,6 +7,7 @@
     twice in a row within 20 s of start  the run fails: it would never come up (SIGKILL apart: it comes from outside)
     with exit code 2, a user's mistake   the run fails at once
     by SIGTERM, SIGINT or exit code 0    the run stops, unless it was at its end anyway
+    after it was retired                 it is forgotten
 
 Invariant: when `stop` returns, no process of the run is left.
 """
@@ -77,6 +78,7 @@ class _Running:
     restarted_at: collections.deque[float] = dataclasses.field(default_factory=collections.deque)
     early_crashes: int = 0
     due_at: float | None = None  # when it is started again
+    retired_at: float | None = None  # since when it is expected to end
 
 
 def spawn(command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:
@@ -106,8 +108,17 @@ class Supervisor:
         self.restarts: collections.Counter[str] = collections.Counter()
 
     def start(self, part: Part) -> None:
-        """Starts a part and watches it from now on."""
+        """Starts a part and watches it from now on. One of its name that was retired and is still there ends first."""
+        if part.name in self._running:
+            _end([self._running[part.name]], STOP_S, self._notify)
         self._running[part.name] = _Running(part, part.start(), self._clock())
+
+    def retire(self, name: str) -> None:
+        """Closes a part that the run no longer needs, without waiting for it."""
+        running = self._running[name]
+        running.retired_at = self._clock()
+        if running.process.poll() is None:
+            running.process.terminate()
 
     def process(self, name: str) -> subprocess.Popen[bytes]:
         """The newest process of a part."""
@@ -129,7 +140,10 @@ class Supervisor:
         Raises:
           PartFailed: if a part can't be kept alive.
         """
-        for running in self._running.values():
+        for running in list(self._running.values()):
+            if running.retired_at is not None:
+                self._forget_if_ended(running, running.retired_at)
+                continue
             if running.due_at is not None:
                 self._restart_if_due(running)
                 continue
@@ -153,6 +167,12 @@ class Supervisor:
         """Closes all parts, the foundations last. May be called again."""
         self.stop_roles(timeout_s)
         _end([r for r in self._running.values() if r.part.foundation], FOUNDATION_STOP_S, self._notify)
+
+    def _forget_if_ended(self, running: _Running, retired_at: float) -> None:
+        if running.process.poll() is None and self._clock() - retired_at < STOP_S:
+            return
+        _end([running], 0.0, self._notify)
+        del self._running[running.part.name]
 
     def _judge(self, running: _Running, code: int) -> Ending:
         if code in (0, -signal.SIGTERM, -signal.SIGINT):

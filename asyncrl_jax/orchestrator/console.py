@@ -46,6 +46,12 @@ def _updates(text: str) -> int:
     return int(text)
 
 
+def _actors(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError("a number of actors, 1 or more")
+    return int(text)
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -59,6 +65,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "N": _updates,  # bound on lag, in updates
     "mode": _one_of("fresh", "normal"),  # "fresh": wait for fresh data
+    "actors": _actors,  # members of the fleet, within limits and budget
     "temperature": _number(0.01, 10.0),  # of sampling
     "learning_rate_scale": _number(0.0, 10.0),
     "weight.": _number(0.0),  # weight.<bucket>
@@ -160,6 +167,7 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
         "learner    " + (f"update {learner.update} of line {learner.line}, {learner.phase}" if learner else "none yet"),
         f"lag        N = {directives.token_updates}, {'fresh data only, ' if directives.fresh else ''}"
         f"mean {beat.get('lag_mean', 0):.2f}, p95 {beat.get('lag_p95', 0):.0f}, max {beat.get('lag_max', 0):.0f}",
+        _fleet(states),
         "ledger     " + ", ".join(f"{name} {count}" for name, count in counts.items() if count),
     ]
     lines += _buckets(states, beat)
@@ -185,6 +193,13 @@ def _paused(states: rounds.States, operator: Mapping[str, Any]) -> str:
     if operator.get("draining"):
         return ", draining"
     return ", paused by hand" if operator.get("paused") else ""
+
+
+def _fleet(states: rounds.States) -> str:
+    scaled = states.autoscale
+    leaving = scaled.size - scaled.target
+    line = f"fleet      {scaled.target} actors{f', {leaving} more drain' if leaving else ''}"
+    return f"{line}; the learner is to have mesh.data = {scaled.copies}"
 
 
 def _buckets(states: rounds.States, beat: Mapping[str, Any]) -> list[str]:

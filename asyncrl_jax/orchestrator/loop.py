@@ -35,6 +35,8 @@ from asyncrl_jax.config import Config
 from asyncrl_jax.orchestrator import memory
 from asyncrl_jax.orchestrator import round as rounds
 from asyncrl_jax.orchestrator.decision_files import archive_decisions
+from asyncrl_jax.orchestrator.fleets.keeper import FleetKeeper
+from asyncrl_jax.orchestrator.fleets.opening import check_installed, open_fleet
 from asyncrl_jax.orchestrator.lease import Lease
 from asyncrl_jax.orchestrator.policies import admission, curriculum, regression, watermark
 from asyncrl_jax.seeds import derive_seed
@@ -61,32 +63,45 @@ def run_orchestrator(config: Config, run_dir: Path, redis_password: str | None, 
 
     Raises:
       RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
+      ValueError: if the package of the fleet's cluster is not installed.
     """
     client = connect(config.redis, redis_password)
     keys = Keys(config.redis.namespace)
     holder = f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4().hex[:12]}".replace(" ", "_")
     lease = Lease(Leadership(client, keys, holder), config.orchestrator.lease_s)
     control = Control(client, keys)
+    settings = config.orchestrator.fleet
+    check_installed(settings)
+    keeper: FleetKeeper | None = None
+    if settings.kind != "local":
+        keeper = FleetKeeper(lambda: open_fleet(config, run_dir), settings.apply_every_s)
     leading: tuple[Fence, Orchestrator] | None = None
     while not stop.is_set():
         fence = lease.keep()
         if fence is None:
             leading = None
+            if keeper is not None:
+                keeper.rest()
             if _stand_by(control, holder, config):
-                return 0
+                break
             stop.wait(config.orchestrator.lease_s / 10)
             continue
         if leading is None or leading[0] != fence:
-            leading = (fence, Orchestrator.on(client, keys, config, fence, run_dir))
+            leading = (fence, Orchestrator.on(client, keys, config, fence, run_dir, keeper))
         try:
             if leading[1].tick():
-                return 0
+                if keeper is not None:
+                    keeper.ask(settings.members(0))
+                break
         except Deposed as error:
             log.warning("a write was refused: %s", error)
             lease.lost()
             leading = None
         stop.wait(TICK_S)
-    lease.release()
+    if keeper is not None:
+        keeper.close()
+    if stop.is_set():
+        lease.release()
     return 0
 
 
@@ -106,8 +121,10 @@ class Orchestrator:
         ledger: Ledger,
         steering: Steering,
         run_dir: Path | None = None,
+        keeper: FleetKeeper | None = None,
     ):
-        """Args: run_dir: where decisions go that Redis need not keep; None keeps them there."""
+        """Args: run_dir: where decisions go that Redis need not keep; None keeps them there. keeper: of a cluster."""
+        self._keeper = keeper
         self._config = config
         self._lag = config.effective_lag
         self._control = control
@@ -129,11 +146,17 @@ class Orchestrator:
 
     @classmethod
     def on(
-        cls, client: redis_client.Redis, keys: Keys, config: Config, fence: Fence | None, run_dir: Path | None = None
+        cls,
+        client: redis_client.Redis,
+        keys: Keys,
+        config: Config,
+        fence: Fence | None,
+        run_dir: Path | None = None,
+        keeper: FleetKeeper | None = None,
     ) -> Orchestrator:
         """One whose every write carries the fence's token."""
         control, ledger = Control(client, keys, fence), Ledger(client, keys, fence)
-        return cls(config, control, ledger, Steering(client, keys, fence), run_dir)
+        return cls(config, control, ledger, Steering(client, keys, fence), run_dir, keeper)
 
     def tick(self) -> bool:
         """One turn of the loop. True when the run is over.
@@ -192,6 +215,8 @@ class Orchestrator:
         self._steering.commit(memory.dump(self._states), self._plan.directives, decisions, folded)
         for decision in decisions:
             log.info("%s: %s %s, %s", decision.policy, decision.action, decision.subject, decision.reason)
+        if self._keeper is not None:
+            self._keeper.ask(self._config.orchestrator.fleet.members(self._states.autoscale.size))
         self._quotas = dict(self._plan.quotas)
         self._issued = collections.Counter(self._states.issued)
         self._probes_left = self._plan.probe_groups

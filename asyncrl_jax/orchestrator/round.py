@@ -1,7 +1,8 @@
 """One look at everything but admission: all policies, in order, on one scene. A pure function, as they are.
 
 breaker ─┐
-drift ───┴▶ curriculum ─▶ weights        lag ─▶ N, "wait for fresh"        watermark ─▶ factor, quotas
+drift ───┴▶ curriculum ─▶ weights        lag ─▶ N, "wait for fresh"   ─┐   watermark ─▶ factor, quotas ─┐
+                                                                      └────────────────────────────────┴▶ autoscale
 regression ─▶ rollback, confirmation, pause                       a human's settings go before every rule
 """
 
@@ -14,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl_jax.config import Config
-from asyncrl_jax.orchestrator.policies import breaker, curriculum, drift, lag, regression, watermark
+from asyncrl_jax.orchestrator.policies import autoscale, breaker, curriculum, drift, lag, regression, watermark
+from asyncrl_jax.orchestrator.policies.autoscale import State as AutoscaleState
 from asyncrl_jax.orchestrator.policies.breaker import State as BreakerState
 from asyncrl_jax.orchestrator.policies.curriculum import State as CurriculumState
 from asyncrl_jax.orchestrator.policies.drift import State as DriftState
@@ -31,6 +33,7 @@ class States:
     """What the next round needs of this one, by policy; each is one JSON in Redis."""
 
     lag: LagState
+    autoscale: AutoscaleState
     watermark: WatermarkState = WatermarkState()
     curriculum: CurriculumState = CurriculumState()
     breaker: BreakerState = BreakerState()
@@ -79,7 +82,10 @@ class Plan:
 
 def initial_states(config: Config) -> States:
     """Before the first round."""
-    return States(lag=lag.State(config.effective_lag.token_updates))
+    hosts = config.actor.num_hosts
+    return States(
+        lag=lag.State(config.effective_lag.token_updates), autoscale=autoscale.State(hosts, hosts, config.mesh.data)
+    )
 
 
 def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, tuple[Decision, ...]]:
@@ -107,7 +113,13 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
     judged = regression.decide(
         states.regression, regression.Observed(scene.scores, scene.learner.line), settings.regression
     )
-    log = [*broken.log, *drifted.log, *taught.log, *tuned.log, *pressed.log, *judged.log]
+    scaled = autoscale.decide(
+        states.autoscale,
+        _scaling(states.autoscale, scene, config, pressed.state.level, tuned.token_updates),
+        settings.autoscale,
+        settings.fleet,
+    )
+    log = [*broken.log, *drifted.log, *taught.log, *tuned.log, *pressed.log, *judged.log, *scaled.log]
     halted, resumed = _halted(states, operator, judged)
     expire_before, reset = _archive_reset(states, scene, tuned)
     log += [*resumed, *reset]
@@ -115,6 +127,7 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
     environments = tuple(sorted({curriculum.split_bucket(name)[0] for name in taught.weights}))
     after = States(
         lag=tuned.state,
+        autoscale=scaled.state,
         watermark=pressed.state,
         curriculum=taught.state,
         breaker=broken.state,
@@ -141,7 +154,7 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
         probe_groups=settings.breaker.probes if probing else None,
         quotas=after.quotas,
         confirm=judged.confirm,
-        directives=_directives(after, tuned, operator, judged.state),
+        directives=_directives(after, tuned, operator, judged.state, config),
     )
     return after, plan, tuple(log)
 
@@ -261,6 +274,39 @@ def _bound(states: States, scene: Scene, config: Config) -> lag.Decided:
     )
 
 
+def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, token_updates: int) -> autoscale.Observed:
+    """What the size of the fleet follows from. Cost: linear in its members."""
+    beat, slots = scene.learner_beat, config.actor.slots
+    alive, drained, running, in_service = set[int](), set[int](), 0.0, 0
+    looks = config.orchestrator.autoscale.enabled or state.target < state.size
+    for place, name in enumerate(config.orchestrator.fleet.names(state.size) if looks else ()):
+        actor = scene.actor_beats.get(name)
+        if actor is None:
+            continue
+        alive.add(place)
+        if place >= state.target:
+            if actor.get("drained") and not _number(actor, "evaluating"):
+                drained.add(place)
+        else:
+            running += min(_number(actor, "running"), slots)
+            in_service += 1
+    by_lag = _by_lag(beat.get("by_lag"))
+    tokens = sum(found.tokens for found in by_lag.values())
+    mean_lag = sum(updates * found.tokens for updates, found in by_lag.items()) / tokens if tokens > 0 else 0.0
+    pinned = scene.operator.get("actors")
+    return autoscale.Observed(
+        now=scene.now,
+        starved=min(max(_number(beat, "starved_share"), 0.0), 1.0),
+        busy=running / (in_service * slots) if in_service else 0.0,
+        stale=mean_lag / token_updates if token_updates else 0.0,
+        level=level,
+        alive=frozenset(alive),
+        drained=frozenset(drained),
+        training=scene.learner.phase == "training" and _number(beat, "step_s") > 0,
+        pinned=pinned if isinstance(pinned, int) else None,
+    )
+
+
 def _by_lag(found: Any) -> dict[int, lag.LagStatistics]:
     if not isinstance(found, Mapping):
         return {}
@@ -307,7 +353,7 @@ def _marks(operator: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _directives(
-    states: States, tuned: lag.Decided, operator: Mapping[str, Any], judged: regression.State
+    states: States, tuned: lag.Decided, operator: Mapping[str, Any], judged: regression.State, config: Config
 ) -> Directives:
     actors: dict[str, ActorOrder] = {}
     for target, state in states.breaker.breakers.items():
@@ -316,10 +362,11 @@ def _directives(
             actors[actor] = ActorOrder(pause=state.phase == "open", probe=state.phase == "half_open")
     for actor, count in states.orders.items():
         actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), replace=count)
-    for name, value in operator.items():
-        if name.startswith("drain.") and value:
-            actor = name.removeprefix("drain.")
-            actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), drain=True)
+    scaled = states.autoscale
+    leaving = config.orchestrator.fleet.names(scaled.size)[scaled.target :] if scaled.target < scaled.size else []
+    by_hand = [name.removeprefix("drain.") for name, value in operator.items() if name.startswith("drain.") and value]
+    for actor in (*leaving, *by_hand):
+        actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), drain=True)
     rollback = judged.rollback
     keep = judged.good_update
     return Directives(
@@ -330,6 +377,8 @@ def _directives(
         keep_update=keep,
         rollback=RollbackOrder(rollback.number, rollback.line, rollback.update) if rollback else None,
         actors=actors,
+        fleet_size=scaled.size,
+        learner_copies=scaled.copies if scaled.copies != config.mesh.data else None,
     )
 
 

@@ -94,6 +94,8 @@ class Directives:
     keep_update: int | None = None  # the newest checkpoint at or before it is kept
     rollback: RollbackOrder | None = None
     actors: Mapping[str, ActorOrder] = dataclasses.field(default_factory=dict)  # by actor id; absent: no order
+    fleet_size: int | None = None  # members that the fleet is to have, in their order; None before the first round
+    learner_copies: int | None = None  # of the weights in the learner's mesh (mesh.data), as asked for; None: as it is
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -268,5 +270,8 @@ def _directives(found: dict[str, Any]) -> Directives:
     if given.get("rollback") is not None:
         given["rollback"] = RollbackOrder(**given["rollback"])
     given["actors"] = {actor: ActorOrder(**order) for actor, order in (given.get("actors") or {}).items()}
+    for name in ("fleet_size", "learner_copies"):
+        if given.get(name) is not None:
+            given[name] = int(given[name])
     given["learning_rate_scale"] = float(given.get("learning_rate_scale", 1.0))
     return Directives(**given)

@@ -186,3 +186,27 @@ def test_the_installed_command(asyncrl, server, tmp_path):
     wrong = call("set", "N=1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "between 2" in wrong.stderr
+
+
+def test_the_number_of_actors_by_hand_drains_the_last_ones_before_the_fleet_shrinks(asyncrl):
+    """Each leader of this test is a new one: what drains is in Redis."""
+    space = asyncrl.space
+    space.control.beat("actor", "actor-1", {"drained": False}, 60)
+    asyncrl("set actors=1")
+    asyncrl.tick()
+    assert space.steering.directives().fleet_size == 2
+    assert space.steering.directives().actors["actor-1"].drain
+    assert "fleet      1 actors, 1 more drain" in asyncrl("status")
+    space.control.beat("actor", "actor-1", {"drained": True, "evaluating": 3}, 60)
+    asyncrl.tick()
+    assert space.steering.directives().fleet_size == 2, "it evaluates"
+    space.control.beat("actor", "actor-1", {"drained": True, "evaluating": 0}, 60)
+    asyncrl.tick()
+    assert space.steering.directives().fleet_size == 1
+    assert "actor-1" not in space.steering.directives().actors
+    assert (asyncrl.last().policy, asyncrl.last().action) == ("autoscale", "remove")
+    asyncrl("set actors=5")
+    asyncrl.tick()
+    assert space.steering.directives().fleet_size == 5
+    with pytest.raises(ValueError, match="a number of actors, 1 or more"):
+        asyncrl("set actors=0")

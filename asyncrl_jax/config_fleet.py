@@ -1,0 +1,152 @@
+"""Settings of how many actors there are, where they run, and what that may cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+
+from asyncrl_jax.config_leaf import require, setting
+
+FLEETS = ("local", "ray", "kubernetes")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostClass:
+    """One kind of host. Its actors are called `<name>-0`, `<name>-1`, …"""
+
+    name: str
+    most: int  # actors on hosts of this kind
+    price: float  # of one for an hour
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoscaleConfig:
+    """The number of actors, from throughput, staleness and watermark together."""
+
+    enabled: bool = setting(False, "let the number of actors follow what the learner needs; off: actor.num_hosts")
+    min_actors: int = setting(1, "fewest actors in service")
+    max_actors: int = setting(8, "most actors, those that drain included")
+    starved_high: float = setting(0.1, "share of its time the learner is short of groups above which actors are added")
+    starved_low: float = setting(0.03, "the same, below which actors may be taken away")
+    busy_high: float = setting(0.8, "share of actor slots in use above which more actors would help")
+    busy_target: float = setting(0.9, "share of slots in use that the number of actors aims at")
+    stale_share: float = setting(0.8, "mean lag ÷ N above which no actor is added: more would only make data older")
+    tolerance: float = setting(0.1, "relative change in the number of actors below which nothing is changed")
+    step: float = setting(2.0, "most that one change multiplies or divides the number of actors by")
+    window_s: float = setting(
+        30.0, "time over which all of this is averaged, and which passes before a judgement, in s"
+    )
+    grow_cooldown_s: float = setting(30.0, "shortest time from any change until actors are added, in s")
+    shrink_cooldown_s: float = setting(120.0, "shortest time from any change until actors are taken away, in s")
+    drain_limit_s: float = setting(
+        600.0, "time for an actor to finish what it has; then it is removed and others take its tickets, in s"
+    )
+    hourly_budget: float = setting(0.0, "most that learner and actors may cost in an hour; 0: no limit")
+    learner_price: float = setting(0.0, "of the learner for an hour, for each copy of its weights in mesh.data")
+    learner_copies: tuple[int, ...] = setting(
+        (), "values of mesh.data that the learner may be restarted with once actors could feed more, rising"
+    )
+    learner_patience_s: float = setting(600.0, "time the learner must be the bottleneck before it is asked for, in s")
+
+    def __post_init__(self) -> None:
+        name = "orchestrator.autoscale"
+        require(self.min_actors >= 1, f"{name}.min_actors", self.min_actors, "at least 1")
+        require(
+            self.max_actors >= self.min_actors,
+            f"{name}.max_actors",
+            self.max_actors,
+            f"at least {name}.min_actors = {self.min_actors}",
+        )
+        require(
+            0 <= self.starved_low < self.starved_high < 1,
+            f"{name}.starved_low",
+            self.starved_low,
+            f"at least 0 and below {name}.starved_high = {self.starved_high}, which is below 1",
+        )
+        for field in ("busy_high", "busy_target", "stale_share"):
+            require(0 < getattr(self, field) <= 1, f"{name}.{field}", getattr(self, field), "above 0, at most 1")
+        require(0 < self.tolerance < 1, f"{name}.tolerance", self.tolerance, "between 0 and 1")
+        require(self.step > 1, f"{name}.step", self.step, "more than 1")
+        for field in ("window_s", "drain_limit_s", "learner_patience_s"):
+            require(getattr(self, field) > 0, f"{name}.{field}", getattr(self, field), "more than 0")
+        for field in ("grow_cooldown_s", "shrink_cooldown_s", "hourly_budget", "learner_price"):
+            require(getattr(self, field) >= 0, f"{name}.{field}", getattr(self, field), "at least 0")
+        copies = self.learner_copies
+        rising = all(one < following for one, following in itertools.pairwise((0, *copies)))
+        require(rising, f"{name}.learner_copies", copies, "numbers from 1 that only rise")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """Where actors run."""
+
+    kind: str = setting("local", "processes of this machine (local), a Ray cluster, or a Kubernetes cluster")
+    classes: tuple[str, ...] = setting(
+        ("actor",),
+        "kinds of hosts in the order in which they are filled, as name, name:most or name:most:hourly price; "
+        "a resource of this name in Ray, a StatefulSet in Kubernetes",
+    )
+    apply_every_s: float = setting(5.0, "seconds between two looks whether the fleet is as it was asked for")
+    ray_address: str = setting("auto", "of the cluster: auto, host:port or ray://host:port")
+    ray_cpus: float = setting(1.0, "CPUs that Ray reserves for one actor")
+    ray_gpus: float = setting(0.0, "accelerators that Ray reserves for one actor, and lets it see")
+    kubernetes_namespace: str = setting("default", "that the StatefulSets are in")
+
+    def __post_init__(self) -> None:
+        name = "orchestrator.fleet"
+        require(self.kind in FLEETS, f"{name}.kind", self.kind, f"use one of {', '.join(FLEETS)}")
+        require(len(self.classes) > 0, f"{name}.classes", self.classes, "at least one")
+        for text in self.classes:
+            require(_parse(text) is not None, f"{name}.classes", text, "as actor, cheap:16 or cheap:16:0.4")
+        names = [one.name for one in self.host_classes]
+        require(len(set(names)) == len(names), f"{name}.classes", self.classes, "each name once")
+        require(self.apply_every_s > 0, f"{name}.apply_every_s", self.apply_every_s, "more than 0")
+        for field in ("ray_cpus", "ray_gpus"):
+            require(getattr(self, field) >= 0, f"{name}.{field}", getattr(self, field), "at least 0")
+
+    @property
+    def host_classes(self) -> tuple[HostClass, ...]:
+        """In the order in which they are filled."""
+        return tuple(one for one in map(_parse, self.classes) if one is not None)
+
+    def members(self, size: int) -> dict[str, int]:
+        """How many of the first `size` members each class has, by name."""
+        counts = {}
+        for one in self.host_classes:
+            counts[one.name] = min(size, one.most)
+            size -= counts[one.name]
+        return counts
+
+    def names(self, size: int) -> list[str]:
+        """Actor ids of the first `size` members, in order."""
+        return [f"{name}-{number}" for name, count in self.members(size).items() for number in range(count)]
+
+    def hourly_cost(self, size: int) -> float:
+        """Of the first `size` members."""
+        members = self.members(size)
+        return sum(one.price * members[one.name] for one in self.host_classes)
+
+    def affordable(self, budget: float) -> int:
+        """Most members that so much pays for in an hour."""
+        count = 0
+        for one in self.host_classes:
+            fit = one.most if one.price == 0 else max(min(one.most, math.floor(budget / one.price + 1e-9)), 0)
+            count, budget = count + fit, budget - fit * one.price
+            if fit < one.most:
+                break
+        return count
+
+
+NO_END = 10**9  # of a class without a number
+
+
+@functools.cache
+def _parse(text: str) -> HostClass | None:
+    found = re.fullmatch(r"([a-z][a-z0-9-]{0,50})(?::(\d+))?(?::(\d+(?:\.\d+)?))?", text)
+    if found is None:
+        return None
+    name, most, price = found.groups()
+    return HostClass(name, int(most) if most else NO_END, float(price or 0.0))
