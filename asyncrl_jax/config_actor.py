@@ -15,6 +15,16 @@ class ActorConfig:
     num_hosts: int = setting(2, "actor hosts that the local launcher starts")
     engine: str = setting("jax", "what samples: jax (built in) or vllm")
     slots: int = setting(64, "sequences one engine decodes together")
+    episodes: int = setting(
+        0, "most episodes of a host at once; above slots, those whose environment thinks lend their slot. 0: slots"
+    )
+    queue_share: float = setting(
+        0.25,
+        "with more episodes than slots: another starts while fewer sessions wait for a slot than this share of them",
+    )
+    kv_tokens: int = setting(
+        0, "no episode starts while the sequences that wait for tokens hold so many already; 0 for no limit"
+    )
     swap_at: str = setting("token", "where new weights may come in: between two tokens, turns or episodes")
     temperature: float = setting(1.0, "of sampling in training and evaluation")
     max_attempts: int = setting(3, "attempts at a ticket before it is reported as failed")
@@ -31,6 +41,20 @@ class ActorConfig:
         require(self.temperature > 0, "actor.temperature", self.temperature, "more than 0")
         need = "between 0.01 and 2 with vLLM, which refuses or changes others"
         require(self.engine == "jax" or 0.01 <= self.temperature <= 2, "actor.temperature", self.temperature, need)
+        require(
+            self.episodes == 0 or self.episodes >= self.slots,
+            "actor.episodes",
+            self.episodes,
+            f"0, or at least actor.slots = {self.slots}",
+        )
+        require(
+            self.episodes <= self.slots or self.swap_at != "episode",
+            "actor.episodes",
+            self.episodes,
+            "with actor.swap_at=episode at most actor.slots: an episode holds its slot until it ends",
+        )
+        require(self.queue_share >= 0, "actor.queue_share", self.queue_share, "at least 0")
+        require(self.kv_tokens >= 0, "actor.kv_tokens", self.kv_tokens, "at least 0")
         require(self.max_attempts >= 1, "actor.max_attempts", self.max_attempts, "at least 1")
         require(
             0 < self.heartbeat_s < self.heartbeat_timeout_s, "actor.heartbeat_s", self.heartbeat_s, "below the timeout"
@@ -39,6 +63,11 @@ class ActorConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VllmConfig:
+    servers: tuple[str, ...] = setting(
+        (),
+        "URLs of an actor's own vLLM servers, as asyncrl-vllm-server starts them: the first one samples, the second "
+        "evaluates; one that is not there is a child of the actor",
+    )
     dtype: str = setting("float32", "of weights and activations in vLLM: float32 or bfloat16")
     canary_tolerance_bf16: float = setting(
         0.1, "largest mean log-prob difference between canary and engine, in nats, at bfloat16"
@@ -54,6 +83,10 @@ class VllmConfig:
     start_timeout_s: float = setting(300.0, "longest wait for vLLM to start, in s")
 
     def __post_init__(self) -> None:
+        need = "at most two, whose URLs begin with http:// or https://, and without vllm.routed_experts"
+        urls = all(url.startswith(("http://", "https://")) for url in self.servers)
+        right = not self.servers or (len(self.servers) <= 2 and urls and not self.routed_experts)
+        require(right, "vllm.servers", self.servers, need)
         require(self.dtype in ("float32", "bfloat16"), "vllm.dtype", self.dtype, "use float32 or bfloat16")
         require(self.canary_tolerance_bf16 > 0, "vllm.canary_tolerance_bf16", self.canary_tolerance_bf16, "more than 0")
         require(self.kv_cache_gib >= 1, "vllm.kv_cache_gib", self.kv_cache_gib, "at least 1")

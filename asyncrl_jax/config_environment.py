@@ -12,9 +12,12 @@ class EnvironmentConfig:
     name: str = setting(
         "arithmetic",
         "what makes and scores tasks: arithmetic, code, math:<file>, reasoning_gym:<data set>, "
-        "function:<module>:<name>, agent:<module>:<name> or gymnasium:<id>",
+        "function:<module>:<name>, text:<module>:<name>, agent:<module>:<name>, gymnasium:<id> or openenv:<url>",
     )
     tokenizer: str = setting("byte", "of environments that speak text: byte, or a directory with an instruct model's")
+    opening: str = setting(
+        "", "JSON file of messages (role, content) that every conversation of text starts with, as solved examples"
+    )
     level_weights: tuple[float, ...] = setting((1.0, 1.0, 1.0), "share of training tasks of each level, level 1 first")
     demonstrated_levels: tuple[int, ...] = setting((1, 2), "levels that warm-start demonstrations show")
     max_turns: int = setting(5, "times the policy may speak in one episode")
@@ -25,6 +28,12 @@ class EnvironmentConfig:
     )
     call_timeout_s: float = setting(30.0, "longest one call of an environment may take before its episode fails, in s")
 
+    processes: int = setting(
+        1, "processes of an actor for function:, text: and gymnasium: environments; 0: they live in the actor itself"
+    )
+    process_leak_bytes: int = setting(
+        2**30, "memory that such a process may take beyond its first episodes' before it is replaced, in bytes"
+    )
     endpoint_host: str = setting("127.0.0.1", "where agent:<module>:<name> finds the policy; other hosts need another")
     endpoint_port: int = setting(0, "its port; 0 picks a free one")
     score_processes: int = setting(1, "processes of an actor that score answers, where the environment uses them")
@@ -53,6 +62,8 @@ class EnvironmentConfig:
         )
         require(self.score_processes >= 1, "environment.score_processes", self.score_processes, "at least 1")
         require(self.score_timeout_s > 0, "environment.score_timeout_s", self.score_timeout_s, "more than 0")
+        require(self.processes >= 0, "environment.processes", self.processes, "at least 0")
+        require(self.process_leak_bytes > 0, "environment.process_leak_bytes", self.process_leak_bytes, "more than 0")
         require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")
 
 
@@ -77,6 +88,9 @@ class ToolsConfig:
     """Tools that a policy may call in environments that speak text, and what they may take."""
 
     names: tuple[str, ...] = setting((), "tools offered: calculator, python; empty for none")
+    mcp: tuple[str, ...] = setting(
+        (), "MCP servers whose tools are offered too: URLs, or command lines that start one; needs the extra mcp"
+    )
     timeout_s: float = setting(10.0, "longest one call may take, in seconds")
     max_malformed: int = setting(3, "malformed calls that are answered; the next one ends the episode")
     max_result_characters: int = setting(4000, "longest answer of a call; the middle of a longer one is left out")

@@ -7,6 +7,7 @@
                  as the ticket asks                        the refresher
     evaluator    a request (polls)                         the orchestrator
     pulse        the next heartbeat                        time
+    loop watch   the next look at the loop's lag           time
     watch        the end of the run (polls); SIGTERM       the orchestrator; the launcher
 
 Calls that may block (Redis, reading weights, proving them) run on threads, so no part holds up another. The first part
@@ -22,10 +23,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from asyncrl_jax.actor.concurrency import Concurrency
 from asyncrl_jax.actor.engines.registry import make_engine
 from asyncrl_jax.actor.envs.registry import make_environments
 from asyncrl_jax.actor.episode import EpisodeConfig
 from asyncrl_jax.actor.evaluator import Evaluator
+from asyncrl_jax.actor.loop_watch import LoopWatch
 from asyncrl_jax.actor.pulse import Pulse
 from asyncrl_jax.actor.refresh import Loader, Refresher
 from asyncrl_jax.actor.sampler import Sampler
@@ -76,12 +79,14 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
 
     async def run() -> None:
         try:
-            await play()
+            with LoopWatch() as loop_watch:
+                await play(loop_watch)
         finally:
             await services.close()
 
-    async def play() -> None:
-        engine, evaluation_engine = make_engine(config), make_engine(config)
+    async def play(loop_watch: LoopWatch) -> None:
+        engine = make_engine(config, num_sessions=config.actor.episodes)
+        evaluation_engine = make_engine(config, number=1)
         refresher = Refresher(
             engine,
             Loader(engine, control, directory, actor_id, config.weights),
@@ -98,7 +103,12 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             environments,
             episodes,
             actor_id=actor_id,
-            num_slots=config.actor.slots,
+            concurrency=Concurrency(
+                config.actor.slots,
+                config.actor.episodes,
+                queue_share=config.actor.queue_share,
+                kv_tokens=config.actor.kv_tokens,
+            ),
             group_size=config.learner.group_size,
             max_attempts=config.actor.max_attempts,
             tally=tally,
@@ -125,6 +135,8 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             Steering(redis, keys),
             tally,
             watched,
+            loop_watch,
+            services,
         )
         await _first_to_end(
             {
@@ -134,6 +146,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
                 "sampler": sampler.run(),
                 "evaluator": evaluator.run(),
                 "pulse": pulse.run(),
+                "loop watch": loop_watch.run(),
                 "watch": _watch(control, stop),
             }
         )

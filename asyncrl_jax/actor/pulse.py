@@ -10,8 +10,10 @@ from typing import Any
 
 from asyncrl_jax.actor.engines.base import Engine, EngineCounters
 from asyncrl_jax.actor.evaluator import Evaluator
+from asyncrl_jax.actor.loop_watch import LoopWatch
 from asyncrl_jax.actor.refresh import Refresher
 from asyncrl_jax.actor.sampler import Sampler
+from asyncrl_jax.actor.services import Services
 from asyncrl_jax.actor.tally import Tally, WatchedEngine
 from asyncrl_jax.config import ActorConfig
 from asyncrl_jax.observe.metrics import Metrics
@@ -40,6 +42,8 @@ class Pulse:
         steering: Steering,
         tally: Tally,
         watched: WatchedEngine,
+        loop_watch: LoopWatch,
+        services: Services,
     ) -> None:
         self._actor_id = actor_id
         self._config = config
@@ -52,7 +56,8 @@ class Pulse:
         self._steering = steering
         self._tally = tally
         self._watched = watched
-        self._loop_lag_s = 0.0  # how late the event loop woke this up, lately
+        self._loop_watch = loop_watch
+        self._services = services
         self._before = (time.monotonic(), EngineCounters())
 
     async def run(self) -> None:
@@ -66,9 +71,7 @@ class Pulse:
                 self._metrics.write(self._refresher.version.update, values)
             await self._sampler.keep_alive()
             await self._exchange()
-            due = time.monotonic() + self._config.heartbeat_s
             await asyncio.sleep(self._config.heartbeat_s)
-            self._loop_lag_s = max(time.monotonic() - due, 0.8 * self._loop_lag_s)
 
     async def _exchange(self) -> None:
         """Tells what was seen, and takes up what is ordered."""
@@ -103,7 +106,6 @@ class Pulse:
             "evaluating": self._evaluator.num_running,
             "generating": self._watched.num_generating,
             "drained": self._sampler.drained,
-            "loop_lag_s": self._loop_lag_s,
             "paused_s": 0.0 if paused_since is None else time.time() - paused_since,
             "tokens_sampled": counters.num_sampled_tokens,
             "weights_loaded": counters.num_loads,
@@ -111,4 +113,6 @@ class Pulse:
             "proof_share": (counters.proof_s - before.proof_s) / seconds,
             "weights_refused": self._refresher.num_refused,
             **vars(groups),
+            **self._loop_watch.values(),
+            **self._services.values(),
         }

@@ -6,14 +6,16 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import time
 from collections.abc import Collection
 from typing import Any
 
-from asyncrl_jax.actor.engines.base import Engine
+from asyncrl_jax.actor.concurrency import Concurrency
 from asyncrl_jax.actor.envs.base import EnvironmentMaker
+from asyncrl_jax.actor.envs.isolated import EnvironmentDied
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.actor.refresh import Refresher
-from asyncrl_jax.actor.tally import Tally
+from asyncrl_jax.actor.tally import Tally, WatchedEngine
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.transport.codec import InvalidGroup
 from asyncrl_jax.transport.groups import GroupWriter
@@ -25,9 +27,11 @@ log = logging.getLogger(__name__)
 
 _CLAIM_BLOCK_MS = 100
 _ORDERED_S = 0.1  # between looks while the orchestrator lets nothing be claimed
+_FULL_S = 0.1  # between looks at a full host, whose demand falls when environments are slow
 _LEAST_MEMBERS = 2  # of a partial group: advantages compare members
 RETRY_SHARE = 0.2  # of the episodes that may be tried again, beside `RETRY_BURST` at once
 RETRY_BURST = 32.0
+MAX_LOST = 10  # times that an episode is played again because another one's environment took its process with it
 
 
 @dataclasses.dataclass
@@ -39,12 +43,13 @@ class SamplerCounters:
     tickets_failed: int = 0
     tickets_cancelled: int = 0  # settled or claimed by someone else while they were being sampled
     groups_partial: int = 0  # submitted without members that came too late
+    episodes_lost: int = 0  # to another episode's environment; played again, and no fault of their own
     retries_refused: int = 0  # the budget for second attempts was used up
     episodes_failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by stage
 
 
 class Sampler:
-    """Plays the members of several groups at once, as many episodes as the engine has slots.
+    """Plays the members of several groups at once, as many episodes as keep the engine's slots busy.
 
     Invariants:
       * No token of a ticket is sampled with weights of fewer updates than its `min_update`.
@@ -54,7 +59,7 @@ class Sampler:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: WatchedEngine,
         refresher: Refresher,
         tasks: TaskStream,
         writer: GroupWriter,
@@ -62,12 +67,12 @@ class Sampler:
         config: EpisodeConfig,
         *,
         actor_id: str,
-        num_slots: int,
+        concurrency: Concurrency,
         group_size: int,
         max_attempts: int,
         tally: Tally,
     ) -> None:
-        """Args: group_size: expected, to claim no more than the slots hold; each ticket states its own."""
+        """Args: group_size: expected, to claim no more than there is room for; each ticket states its own."""
         self.counters = SamplerCounters()
         self.order = ActorOrder()  # of the orchestrator, as of the last heartbeat
         self._tally = tally
@@ -80,7 +85,7 @@ class Sampler:
         self._environments = environments
         self._config = config
         self._actor_id = actor_id
-        self._num_slots = num_slots
+        self._concurrency = concurrency
         self._group_size = group_size
         self._max_attempts = max_attempts
         self._room = asyncio.Event()
@@ -98,10 +103,9 @@ class Sampler:
         try:
             async with asyncio.TaskGroup() as serving:
                 while True:
-                    free = self._num_slots - self.num_episodes
+                    free = self._free()
                     if free <= 0:
-                        self._room.clear()
-                        await self._room.wait()
+                        await self._until_room()
                         continue
                     if self.order.pause or self.order.drain or (self.order.probe and self._playing):
                         await asyncio.sleep(_ORDERED_S)
@@ -111,6 +115,7 @@ class Sampler:
                         self._unfinished[delivery.ticket.ticket_id] = delivery.ticket.group_size
                         task = serving.create_task(self._serve(delivery), name=f"ticket {delivery.ticket.ticket_id}")
                         self._playing[delivery.ticket.ticket_id] = (delivery, task)
+                        self._concurrency.started(delivery.ticket.group_size)
         finally:
             held = [delivery for delivery, _ in self._playing.values()]
             self._playing.clear()
@@ -142,6 +147,22 @@ class Sampler:
                 self.counters.tickets_cancelled += 1
                 log.info("ticket %s was settled or claimed by someone else: cancelled", ticket_id)
                 self._playing.pop(ticket_id)[1].cancel()
+
+    def _free(self) -> int:
+        """Episodes that may start now."""
+        engine = self._engine
+        return self._concurrency.room(
+            time.monotonic(), self.num_episodes, engine.num_generating, engine.num_generating_tokens
+        )
+
+    async def _until_room(self) -> None:
+        """Waits until an episode ends, or a moment."""
+        self._room.clear()
+        try:
+            async with asyncio.timeout(_FULL_S):
+                await self._room.wait()
+        except TimeoutError:
+            return
 
     async def _serve(self, delivery: Delivery) -> None:
         ticket = delivery.ticket
@@ -213,7 +234,8 @@ class Sampler:
 
     async def _attempt(self, ticket: Ticket, member: int) -> Trajectory:
         self._retries = min(self._retries + RETRY_SHARE, RETRY_BURST)
-        for attempt in range(1, self._max_attempts + 1):
+        attempt, lost = 1, 0
+        while True:
             try:
                 return await run_episode(
                     self._engine,
@@ -224,9 +246,18 @@ class Sampler:
                     config=self._config,
                 )
             except EpisodeFailed as error:
+                if _lost_to_another(error) and lost < MAX_LOST:
+                    lost += 1
+                    self.counters.episodes_lost += 1
+                    continue
                 self.counters.episodes_failed[error.stage] += 1
                 self._tally.fault(ticket.task.environment, error)
                 log.warning("ticket %s, member %d, attempt %d: %s", ticket.ticket_id, member, attempt, error)
                 if attempt == self._max_attempts or not self._may_retry():
                     raise
-        raise AssertionError("max_attempts is at least 1")
+                attempt += 1
+
+
+def _lost_to_another(error: EpisodeFailed) -> bool:
+    """Whether it ended because another episode's environment took the process that they shared with it."""
+    return isinstance(error.__cause__, EnvironmentDied) and not error.__cause__.culprit

@@ -95,6 +95,7 @@ class WatchedEngine:
 
     def __init__(self, engine: Engine):
         self.num_generating = 0
+        self.num_generating_tokens = 0  # of their sequences, as they were when they asked
         self._engine = engine
 
     @property
@@ -133,13 +134,19 @@ class _WatchedSession:
     def __init__(self, engine: WatchedEngine, session: Session):
         self._engine = engine
         self._session = session
+        self._num_tokens = 0
 
     async def generate(self, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int) -> Completion:
+        asked = self._num_tokens + len(new_tokens)
         self._engine.num_generating += 1
+        self._engine.num_generating_tokens += asked
         try:
-            return await self._session.generate(new_tokens, stop_tokens, max_tokens)
+            completion = await self._session.generate(new_tokens, stop_tokens, max_tokens)
+            self._num_tokens = asked + len(completion.tokens)
+            return completion
         finally:
             self._engine.num_generating -= 1
+            self._engine.num_generating_tokens -= asked
 
     def close(self) -> None:
         self._session.close()

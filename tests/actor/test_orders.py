@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from asyncrl_jax.actor import refresh
+from asyncrl_jax.actor.concurrency import Concurrency
 from asyncrl_jax.actor.engines.base import EngineCounters
 from asyncrl_jax.actor.episode import EpisodeFailed
+from asyncrl_jax.actor.loop_watch import LoopWatch
 from asyncrl_jax.actor.pulse import Pulse
 from asyncrl_jax.actor.sampler import RETRY_BURST, Sampler
+from asyncrl_jax.actor.services import Services
 from asyncrl_jax.actor.tally import Tally, WatchedEngine, repetition
 from asyncrl_jax.actor.watchdog import Watchdog
-from asyncrl_jax.config import ActorConfig
+from asyncrl_jax.config import ActorConfig, EnvironmentConfig
 from asyncrl_jax.transport.steering import ActorOrder, Directives
 from asyncrl_jax.transport.tasks import Delivery
 from asyncrl_jax.types import FinishReason, Task, Ticket, Trajectory, WeightVersion
@@ -139,14 +142,14 @@ class Scene:
     def __post_init__(self):
         self.writer, self.tally = Writer(), Tally("a")
         self.sampler = Sampler(
-            None,
+            WatchedEngine(None),
             Refreshed(),
             self.tasks,
             self.writer,
             None,
             None,
             actor_id="a",
-            num_slots=16,
+            concurrency=Concurrency(16, 0, queue_share=0.25),
             group_size=4,
             max_attempts=3,
             tally=self.tally,
@@ -327,6 +330,7 @@ def test_orch_06_a_blocked_event_loop_is_measured():
         keep_alive=lambda: asyncio.sleep(0),
     )
     steering = nothing(directives=lambda: Directives())
+    watch = LoopWatch()
     pulse = Pulse(
         "a",
         ActorConfig(heartbeat_s=0.01),
@@ -339,15 +343,18 @@ def test_orch_06_a_blocked_event_loop_is_measured():
         steering,
         Tally("a"),
         nothing(num_generating=0),
+        watch,
+        Services(EnvironmentConfig()),
     )
 
     async def run():
-        beating = asyncio.create_task(pulse.run())
+        beating, watching = asyncio.create_task(pulse.run()), asyncio.create_task(watch.run())
         await until(lambda: len(beats) > 2)
         time.sleep(0.5)
         seen = len(beats)
         await until(lambda: len(beats) > seen + 1)
         assert max(beat["loop_lag_s"] for beat in beats) > 0.3
         beating.cancel()
+        watching.cancel()
 
     asyncio.run(run())

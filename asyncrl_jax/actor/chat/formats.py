@@ -9,6 +9,7 @@ stays as it was sampled, also where a template would now render it differently (
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -60,11 +61,19 @@ class ByteFormat:
         return (*tokens, ByteTokenizer.TURN_START, *self.tokenizer.encode("assistant\n"))
 
 
+_PROBE_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {"name": "probe", "description": "none", "parameters": {"type": "object", "properties": {}}},
+}
+
+
 class TemplateFormat:
     """The chat template that comes with a tokenizer.
 
-    Invariant: `reply` gives all of its messages in one rendering, as the template of the whole conversation does, and
-    begins right behind the stop token.
+    Invariants:
+      * `reply` gives all of its messages in one rendering, as the template of the whole conversation does, and begins
+        right behind the stop token.
+      * Tools are told of: by the template, or where it has no place for them by the system message.
     """
 
     _PROBE = "\u2063answer\u2063"  # content of a turn that is looked for in renderings; no template contains it
@@ -82,8 +91,12 @@ class TemplateFormat:
         self._end_of_turn = tokenizer.encode(tail)[0]
         ends = {self._end_of_turn, tokenizer.inner.eos_token_id} - {None}
         self.stop_tokens = frozenset(ends)
+        plain = self._render(self._base, generation_prompt=True)
+        self._shows_tools = self._render(self._base, generation_prompt=True, tools=[_PROBE_TOOL]) != plain
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        if tools and not self._shows_tools:
+            messages, tools = _with_tools_told(messages, tools), ()
         text = self._render([message.as_dict() for message in messages], generation_prompt=True, tools=tools)
         return self.tokenizer.encode(text)
 
@@ -110,6 +123,18 @@ class TemplateFormat:
             conversation, tools=list(tools) or None, add_generation_prompt=generation_prompt, tokenize=False
         )
         return str(text)
+
+
+def _with_tools_told(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
+    """The messages with a system message that describes the tools and how they are called."""
+    described = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    told = (
+        f"You can use these tools:\n{described}\nTo call one, write "
+        '<tool_call>{"name": "…", "arguments": {…}}</tool_call>; the answer comes as the next message.'
+    )
+    if messages and messages[0].role == "system":
+        return [Message("system", f"{messages[0].content}\n\n{told}"), *messages[1:]]
+    return [Message("system", told), *messages]
 
 
 def chat_format(tokenizer: str) -> ChatFormat:

@@ -43,7 +43,7 @@ class EngineCounters:
 
 
 class Session(Protocol):
-    """One sequence that grows by turns. It holds a slot of the engine until it is closed."""
+    """One sequence that grows by turns. It holds a slot while it samples, and may hold it until it is closed."""
 
     async def generate(self, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int) -> Completion:
         """Appends `new_tokens`, then samples until a stop token or until `max_tokens` were sampled.
@@ -80,12 +80,12 @@ class Engine(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Sessions that may be open at once."""
+        """Sessions that sample at once."""
         ...
 
     @property
     def num_busy_slots(self) -> int:
-        """Sessions that are open."""
+        """Slots that sessions hold."""
         ...
 
     async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> Session:

@@ -50,17 +50,21 @@ class VllmEngine:
         num_slots: int,
         max_tokens: int,
         tolerance: Tolerance,
+        num_sessions: int = 0,
         swap_at: str = "token",
         routed_experts: bool = False,
     ) -> None:
-        """Args: routed_experts: whether the backend can say which experts served a token."""
+        """Args:
+        num_sessions: open at once, where that is more than `num_slots`; between turns a session is nothing to vLLM.
+        routed_experts: whether the backend can say which experts served a token.
+        """
         self._backend = backend
         self._num_slots = num_slots
         self.max_tokens = max_tokens
         self._tolerance = tolerance
         self._routed_experts = routed_experts
         self._gate = SwapGate(swap_at)
-        self._slots = asyncio.Semaphore(num_slots)
+        self._sessions = asyncio.Semaphore(max(num_slots, num_sessions))
         self._num_open = 0
         self._counters = EngineCounters()
         self._started = False
@@ -96,20 +100,20 @@ class VllmEngine:
             raise ValueError(f"temperature={temperature}: vLLM samples at temperatures from 0.01 to 2")
         if routed_experts and not self._routed_experts:
             raise ValueError("routed_experts=True: set --config.vllm.routed_experts")
-        await self._slots.acquire()
+        await self._sessions.acquire()
         try:
             await self._gate.enter("episode")
         except asyncio.CancelledError:
-            self._slots.release()
+            self._sessions.release()
             raise
         self._num_open += 1
         return VllmSession(self, seed, temperature, next(self._ids), routed_experts)
 
     def release(self) -> None:
-        """Frees the slot of a session."""
+        """Makes room for another session."""
         self._num_open -= 1
         self._gate.leave("episode")
-        self._slots.release()
+        self._sessions.release()
 
     async def pause(self) -> None:
         self._paused = True

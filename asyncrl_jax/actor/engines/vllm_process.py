@@ -20,18 +20,27 @@ from asyncrl_jax.config_hf import hf_config
 WORKER_EXTENSION = "asyncrl_jax.actor.engines.vllm_worker.WorkerExtension"
 
 # Read when vLLM is imported, here and in its child. What the user has set wins.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # there is nothing to fetch: the config is written here and weights come from versions
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the actor has threads, which fork does not copy
 }
-_CPU_ENVIRONMENT = {
+CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the CPU platform puts the worker in yet another process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS decides, not the number of cores
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
 }
+
+
+def model_fields(model: ModelConfig, max_tokens: int) -> dict[str, Any]:
+    """The model's config.json, as vLLM is to read it."""
+    # One position more than a sequence has: scoring a whole one samples a token that nobody reads.
+    fields = hf_config(model) | {"max_position_embeddings": max_tokens + 1}
+    if "sliding_window_size" in fields:  # the hub does not count the current token, vLLM does
+        fields["sliding_window_size"] = model.attention.window
+    return fields
 
 
 class VllmProcess:
@@ -57,13 +66,13 @@ class VllmProcess:
             raise TimeoutError(f"vLLM did not start within vllm.start_timeout_s={limit_s:g}") from error
 
     def _start(self) -> Any:
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm.platforms import current_platform
 
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            for name, value in _CPU_ENVIRONMENT.items():
+            for name, value in CPU_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(self._config.kv_cache_gib)
         self._captures_here = on_cpu and self._config.routed_experts
@@ -71,11 +80,7 @@ class VllmProcess:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as directory:
-            # One position more than a sequence has: scoring a whole one samples a token that nobody reads.
-            fields = hf_config(self._model) | {"max_position_embeddings": self._max_tokens + 1}
-            if "sliding_window_size" in fields:  # the hub does not count the current token, vLLM does
-                fields["sliding_window_size"] = self._model.attention.window
-            (Path(directory) / "config.json").write_text(json.dumps(fields))
+            (Path(directory) / "config.json").write_text(json.dumps(model_fields(self._model, self._max_tokens)))
             args = AsyncEngineArgs(
                 model=directory,
                 load_format="dummy",  # no weights but published ones ever sample

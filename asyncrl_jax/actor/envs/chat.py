@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import random
 from collections.abc import Mapping, Sequence
 
+import xxhash
+
 from asyncrl_jax.actor.chat.formats import ChatFormat
-from asyncrl_jax.actor.chat.messages import Message
+from asyncrl_jax.actor.chat.messages import Message, opened
 from asyncrl_jax.actor.chat.tool_calls import MalformedCall, parse_tool_calls
 from asyncrl_jax.actor.envs.base import Observation, Score
 from asyncrl_jax.actor.envs.text import TextEnvironment, TextEnvironmentFactory
@@ -94,7 +97,7 @@ class ChatEpisode:
         messages = tuple(await self._inner.reset(task))
         self._source.pool.check_reset(task, messages)
         self._healthy = True
-        return self._source.format.prompt(messages, self._source.schemas)
+        return self._source.format.prompt(opened(self._source.opening, messages), self._source.schemas)
 
     async def step(self, tokens: Sequence[int]) -> Observation:
         ended = bool(tokens) and tokens[-1] in self.stop_tokens
@@ -110,6 +113,7 @@ class ChatEpisode:
             self._source.tools,
             timeout_s=self._source.config.timeout_s,
             max_characters=self._source.config.max_result_characters,
+            outcomes=self._source.outcomes,
         )
         self._num_calls += len(answers)
         self._num_right_calls += sum(right for _, right in answers)
@@ -168,9 +172,16 @@ class ChatEnvironments:
         config: ToolsConfig,
         *,
         turn_tokens: int = 0,
+        opening: Sequence[Message] = (),
+        outcomes: collections.Counter[str] | None = None,
         reuse_instances: bool = True,
     ) -> None:
-        """Args: tools: offered beside the environment's own; turn_tokens: most of one turn, 0 for no limit."""
+        """Args:
+        tools: offered beside the environment's own.
+        turn_tokens: most of one turn, 0 for no limit.
+        opening: what every conversation starts with, behind its system message.
+        outcomes: counts calls by "tool/outcome".
+        """
         self.name = factory.name
         self.num_levels = factory.num_levels
         self.vocab_size = format.tokenizer.vocab_size
@@ -179,7 +190,10 @@ class ChatEnvironments:
         self.limits_own_score = factory.limits_own_score
         self.tools = {**tools, **factory.tools}
         self.schemas = [schema_of(self.tools[name]) for name in sorted(self.tools)]
-        self.identity = f"{factory.identity}/{format.tokenizer.identity}/{','.join(sorted(self.tools))}"
+        shown = xxhash.xxh3_64_hexdigest(repr(opening).encode()) if opening else ""
+        self.identity = f"{factory.identity}/{format.tokenizer.identity}/{','.join(sorted(self.tools))}/{shown}"
+        self.opening = tuple(opening)
+        self.outcomes = collections.Counter() if outcomes is None else outcomes
         self.format = format
         self.config = config
         self.pool = InstancePool(factory, reuse=reuse_instances)

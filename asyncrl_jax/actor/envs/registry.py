@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from asyncrl_jax.actor.chat.formats import chat_format
+from asyncrl_jax.actor.chat.messages import read_opening
 from asyncrl_jax.actor.envs.arithmetic import Arithmetic
 from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.actor.envs.chat import ChatEnvironments
 from asyncrl_jax.actor.envs.text import TextEnvironmentFactory
+from asyncrl_jax.actor.envs.third_party import third_party_factory
 from asyncrl_jax.actor.services import Services
 from asyncrl_jax.actor.tools.builtin import make_sandbox, make_tools
 from asyncrl_jax.actor.tools.sandbox import SandboxUnavailable
@@ -24,7 +28,8 @@ def make_environments(config: Config, services: Services | None = None) -> Envir
       ValueError: for a name, tokenizer or tool that is not known, a sandbox that can't be had, tokens that the model
         does not know, or levels that do not exist; it names the setting.
     """
-    environments = _make(config, services or Services(config.environment))
+    # Where nothing is played no process is worth its start.
+    environments = _make(config, services or Services(dataclasses.replace(config.environment, processes=0)))
     if config.model.vocab_size < environments.vocab_size:
         raise ValueError(
             f"--config.model.vocab_size={config.model.vocab_size}: environment {config.environment.name} has "
@@ -49,16 +54,26 @@ def _make(config: Config, services: Services) -> EnvironmentMaker:
         return AgentEnvironments(rest, levels, chat, services.endpoint, config.environment.turn_tokens)
     try:
         factory = _text_factory(kind, rest, config, services)
-        tools = make_tools(config.tools.names, config.tools)
+        tools = make_tools(config.tools.names, config.tools) | services.mcp_tools(
+            config.tools.mcp, config.tools.timeout_s
+        )
     except SandboxUnavailable as error:
         raise ValueError(f"--config.tools.sandbox={config.tools.sandbox}: {error}") from error
     chat = chat_format(config.environment.tokenizer)
-    return ChatEnvironments(factory, chat, tools, config.tools, turn_tokens=config.environment.turn_tokens)
+    opening = read_opening(config.environment.opening) if config.environment.opening else ()
+    return ChatEnvironments(
+        factory,
+        chat,
+        tools,
+        config.tools,
+        turn_tokens=config.environment.turn_tokens,
+        opening=opening,
+        outcomes=services.tool_outcomes,
+    )
 
 
 def _text_factory(kind: str, rest: str, config: Config, services: Services) -> TextEnvironmentFactory:
     # Imported when asked for: each brings a package of its own.
-    num_levels = len(config.environment.level_weights)
     if kind == "code" and not rest:
         from asyncrl_jax.actor.envs.code import CodeTasks
 
@@ -67,19 +82,21 @@ def _text_factory(kind: str, rest: str, config: Config, services: Services) -> T
         from asyncrl_jax.actor.envs.reasoning import ReasoningTasks
 
         return ReasoningTasks(rest, services.verifiers)
-    if kind == "function":
-        from asyncrl_jax.actor.envs.function import FunctionTasks
-
-        return FunctionTasks(rest, num_levels)
     if kind == "math":
         from asyncrl_jax.actor.envs.questions import QuestionTasks
 
         return QuestionTasks(rest, services.verifiers)
-    if kind == "gymnasium":
-        from asyncrl_jax.actor.envs.gym import GymnasiumTasks
+    if kind == "openenv":
+        from asyncrl_jax.actor.envs.openenv import OpenEnvTasks
 
-        return GymnasiumTasks(rest, num_levels)
+        sessions = OpenEnvTasks(rest, len(config.environment.level_weights))
+        services.closes(sessions.close)
+        return sessions
+    third_party = third_party_factory(config.environment.name, len(config.environment.level_weights))
+    if third_party is not None:
+        return services.isolated(third_party)
     raise ValueError(
         f"--config.environment.name={config.environment.name}: not known; use arithmetic, code, math:<file>, "
-        "reasoning_gym:<data set>, function:<module>:<name>, agent:<module>:<name> or gymnasium:<id>"
+        "reasoning_gym:<data set>, function:<module>:<name>, text:<module>:<name>, agent:<module>:<name>, "
+        "gymnasium:<id> or openenv:<url>"
     )

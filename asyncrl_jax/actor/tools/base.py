@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -23,7 +24,14 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 class ToolFailed(Exception):
-    """A call failed in a way that the policy may learn from; the message is for it to read."""
+    """A call failed in a way that the policy may learn from; the message is for it to read.
+
+    `outcome` is what it is counted as: failed, or which limit ended it.
+    """
+
+    def __init__(self, message: str, outcome: str = "failed") -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class ToolBroken(RuntimeError):
@@ -55,7 +63,12 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 
 async def answer_calls(
-    calls: Sequence[ToolCall | MalformedCall], tools: Mapping[str, Tool], *, timeout_s: float, max_characters: int
+    calls: Sequence[ToolCall | MalformedCall],
+    tools: Mapping[str, Tool],
+    *,
+    timeout_s: float,
+    max_characters: int,
+    outcomes: collections.Counter[str],
 ) -> list[tuple[Message, bool]]:
     """Makes the calls of one turn at the same time.
 
@@ -64,6 +77,7 @@ async def answer_calls(
       tools: by name.
       timeout_s: for each call of a tool that does not limit itself; what is still running then is cancelled.
       max_characters: of one answer; the middle of a longer one is left out.
+      outcomes: counts the calls, by "tool/outcome"; outcomes are ok, failed, timeout, output_limit, wrong_call.
 
     Returns:
       For each call, in order, its tool message, and whether it was well-formed and succeeded.
@@ -74,27 +88,31 @@ async def answer_calls(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_answer(call, tools, timeout_s)) for call in calls]
     answers = [task.result() for task in tasks]
-    return [(Message("tool", _shortened(text, max_characters), name), ok) for name, text, ok in answers]
+    outcomes.update(f"{name if name in tools else 'unknown'}/{outcome}" for name, _, outcome in answers)
+    return [
+        (Message("tool", _shortened(text, max_characters), name), outcome == "ok") for name, text, outcome in answers
+    ]
 
 
-async def _answer(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], timeout_s: float) -> tuple[str, str, bool]:
+async def _answer(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], timeout_s: float) -> tuple[str, str, str]:
+    """(tool, answer, outcome) of one call."""
     if isinstance(call, MalformedCall):
-        return "", f"error: {call.problem}", False
+        return "", f"error: {call.problem}", "wrong_call"
     if call.name not in tools:
-        return call.name, f"error: no tool {call.name!r}; there are: {', '.join(sorted(tools))}", False
+        return call.name, f"error: no tool {call.name!r}; there are: {', '.join(sorted(tools))}", "wrong_call"
     tool = tools[call.name]
     problem = _problem(call.arguments, tool.parameters)
     if problem:
-        return call.name, f"error: {problem}", False
+        return call.name, f"error: {problem}", "wrong_call"
     try:
         async with asyncio.timeout(None if tool.limits_itself else timeout_s) as limit:
-            return call.name, await tool.call(call.arguments), True
+            return call.name, await tool.call(call.arguments), "ok"
     except ToolFailed as error:
-        return call.name, f"error: {error}", False
+        return call.name, f"error: {error}", error.outcome
     except TimeoutError as error:
         if not limit.expired():
             raise ToolBroken(f"tool {call.name}: {error!r}") from error
-        return call.name, f"error: no answer within {timeout_s:g} s", False
+        return call.name, f"error: no answer within {timeout_s:g} s", "timeout"
 
 
 def _problem(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:

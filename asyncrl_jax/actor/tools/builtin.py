@@ -53,7 +53,8 @@ class Python:
             "output_limit": f"stopped: more than {self._sandbox.limits.output_bytes} bytes of output",
             "exited": f"exit code {run.exit_code}",
         }[run.ending]
-        raise ToolFailed(f"{reason}\n{run.stdout}{run.stderr}".strip())
+        outcome = "failed" if run.ending == "exited" else run.ending
+        raise ToolFailed(f"{reason}\n{run.stdout}{run.stderr}".strip(), outcome)
 
 
 def make_sandbox(config: ToolsConfig) -> Sandbox:

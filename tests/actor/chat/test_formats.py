@@ -139,3 +139,22 @@ def test_identity_follows_tokens_and_template(tmp_path):
     first, second = (HuggingFaceTokenizer(_directory(tmp_path / t[:9].strip("{% "), t)) for t in (CHATML, GROUPING))
     again = HuggingFaceTokenizer(_directory(tmp_path / "again", CHATML))
     assert first.identity == again.identity != second.identity
+
+
+TOOL = {"type": "function", "function": {"name": "python", "description": "Runs a program.", "parameters": {}}}
+
+
+@pytest.mark.parametrize("first", ["system", "user"])
+def test_a_template_without_a_place_for_tools_has_them_in_the_system_message(make_format, first):
+    chat = make_format()
+    told = chat.tokenizer.decode(chat.prompt([Message(first, "hello"), Message("user", "2+2")], [TOOL]))
+    assert told.count("<|im_start|>system") == 1
+    assert '"name": "python"' in told
+    assert "<tool_call>" in told
+    assert "hello" in told
+
+
+def test_a_template_with_a_place_for_tools_is_left_to_it(make_format):
+    chat = make_format("{% if tools %}[{% for t in tools %}{{ t.function.name }}{% endfor %}]{% endif %}" + CHATML)
+    told = chat.tokenizer.decode(chat.prompt([Message("user", "2+2")], [TOOL]))
+    assert told.startswith("[python]<|im_start|>user")

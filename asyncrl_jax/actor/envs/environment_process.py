@@ -1,0 +1,124 @@
+"""A process of environments: answers JSON lines with JSON lines, any number at once. See `isolated`.
+
+    asyncrl_jax.actor.envs.environment_process <environment> <levels> <descriptor of the mark>
+
+Asked: {"id", "instance", "call": reset | step | score | close | drop, "argument"}; an empty object asks for a sign of
+life. Answered: {"id", "result"} or {"id", "error": [type, text]}. The mark is a number in memory shared with the actor:
+the id of the request whose code holds the event loop, 0 for none. When the process dies it says who was at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import mmap
+import os
+import sys
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+from asyncrl_jax.actor.envs.text import TextEnvironment, TextEnvironmentFactory
+from asyncrl_jax.actor.envs.third_party import third_party_factory
+from asyncrl_jax.lifetime import die_with_parent
+from asyncrl_jax.types import Task
+
+MARK_BYTES = 8
+LINE_BYTES = 16 * 2**20
+
+
+class _Marked:
+    """A coroutine that leaves its mark while its code runs, and none while it waits."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, mark: mmap.mmap) -> None:
+        self._coroutine = coroutine
+        self._number = number
+        self._mark = mark
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        value: Any = None
+        thrown: BaseException | None = None
+        while True:
+            self._set(self._number)
+            try:
+                waits_for = self._coroutine.throw(thrown) if thrown is not None else self._coroutine.send(value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._set(0)
+            value = thrown = None
+            try:
+                value = yield waits_for
+            except BaseException as error:  # noqa: BLE001, passed on, also a cancellation
+                thrown = error
+
+    def _set(self, number: int) -> None:
+        self._mark[:MARK_BYTES] = number.to_bytes(MARK_BYTES, "little")
+
+
+class _Server:
+    def __init__(self, factory: TextEnvironmentFactory, mark: mmap.mmap, answers: Any) -> None:
+        self._factory = factory
+        self._mark = mark
+        self._answers = answers
+        self._instances: dict[int, TextEnvironment] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        reader = asyncio.StreamReader(limit=LINE_BYTES)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        self._answer({})
+        while line := await reader.readline():
+            request = json.loads(line)
+            if not request:
+                self._answer({})
+                continue
+            task = asyncio.create_task(self._serve(request))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, request: dict[str, Any]) -> None:
+        try:
+            result = await _Marked(self._call(request), request["id"], self._mark)
+            answer = {"id": request["id"], "result": result}
+            json.dumps(answer)
+        except Exception as error:  # noqa: BLE001, whatever an environment raises is an answer
+            answer = {"id": request["id"], "error": [type(error).__name__, str(error)[:1000]]}
+        self._answer(answer)
+
+    async def _call(self, request: dict[str, Any]) -> Any:
+        number, argument = request["instance"], request["argument"]
+        if request["call"] == "drop":
+            self._instances.pop(number, None)
+            return None
+        if number not in self._instances:
+            self._instances[number] = self._factory()
+        instance = self._instances[number]
+        if request["call"] == "reset":
+            return [dataclasses.asdict(message) for message in await instance.reset(Task(**argument))]
+        if request["call"] == "step":
+            observation = await instance.step(argument)
+            return [[dataclasses.asdict(message) for message in observation.messages], observation.done]
+        if request["call"] == "score":
+            return dataclasses.asdict(await instance.score())
+        await instance.close()
+        return None
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.flush()
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    die_with_parent()
+    name, num_levels, descriptor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an environment prints must not look like an answer
+    factory = third_party_factory(name, num_levels)
+    assert factory is not None
+    asyncio.run(_Server(factory, mmap.mmap(descriptor, MARK_BYTES), answers).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Environments whose code is not this package's: they are played in processes of their own."""
+
+from __future__ import annotations
+
+import importlib
+
+from asyncrl_jax.actor.envs.text import TextEnvironmentFactory
+
+_MEMBERS = ("name", "num_levels", "identity", "limits_own_score", "tools")
+
+
+def third_party_factory(name: str, num_levels: int) -> TextEnvironmentFactory | None:
+    """The environment of `--config.environment.name`, None if it is none of these.
+
+    Raises:
+      ValueError: if it can't be made.
+    """
+    kind, _, rest = name.partition(":")
+    if kind == "function":
+        from asyncrl_jax.actor.envs.function import FunctionTasks
+
+        return FunctionTasks(rest, num_levels)
+    if kind == "gymnasium":
+        from asyncrl_jax.actor.envs.gym import GymnasiumTasks
+
+        return GymnasiumTasks(rest, num_levels)
+    if kind == "text":
+        return _own_factory(rest)
+    return None
+
+
+def _own_factory(address: str) -> TextEnvironmentFactory:
+    """The user's own `TextEnvironmentFactory` at `module:name`."""
+    module, _, attribute = address.partition(":")
+    try:
+        factory: TextEnvironmentFactory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--config.environment.name=text:{address}: {error}") from error
+    missing = [member for member in _MEMBERS if not hasattr(factory, member)]
+    if missing or factory.name != f"text:{address}":
+        detail = f"it has no {', '.join(missing)}" if missing else f"its name is {factory.name!r}"
+        raise ValueError(f"--config.environment.name=text:{address}: {detail}; see asyncrl_jax/actor/envs/text.py")
+    return factory

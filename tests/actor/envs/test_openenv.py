@@ -1,0 +1,104 @@
+"""The adapter against a real OpenEnv server, which the test starts."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from asyncrl_jax.types import Task
+
+pytest.importorskip("websockets")
+pytest.importorskip("openenv.core.env_server", exc_type=ImportError)
+
+from asyncrl_jax.actor.envs.openenv import OpenEnvFailed, OpenEnvTasks
+
+START_LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def url():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = Path(__file__).with_name("openenv_server.py")
+    process = subprocess.Popen([sys.executable, program, str(port)])
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def play(url, script):
+    async def run():
+        tasks = OpenEnvTasks(url, 1)
+        try:
+            return await asyncio.wait_for(script(tasks), 30)
+        finally:
+            await tasks.close()
+
+    return asyncio.run(run())
+
+
+def task_of(tasks, index):
+    return Task(tasks.name, "train", 1, index)
+
+
+def test_an_episode_from_reset_to_score_in_a_session_that_is_used_again(url):
+    async def script(tasks):
+        instance, results = tasks(), []
+        for index in (1, 2, 1):
+            (first,) = await instance.reset(task_of(tasks, index))
+            told = await instance.step("cheat")
+            ended = await instance.step(told.messages[0].content)
+            results.append((first.content, told.done, ended.done, await instance.score()))
+            await instance.close()
+        return results
+
+    one, two, again = play(url, script)
+    assert one[0] == again[0] != two[0]  # the seed is the task's
+    assert one[0].startswith("a number below 100")
+    assert (one[1], one[2]) == (False, True)
+    assert (one[3].final, one[3].success) == (1.0, True)
+
+
+def test_sessions_are_apart(url):
+    async def script(tasks):
+        instances = [tasks() for _ in range(8)]
+        await asyncio.gather(*(one.reset(task_of(tasks, i)) for i, one in enumerate(instances)))
+        told = await asyncio.gather(*(one.step("cheat") for one in instances))
+        await asyncio.gather(*(one.step(said.messages[0].content) for one, said in zip(instances, told, strict=True)))
+        return [(await one.score()).success for one in instances]
+
+    assert play(url, script) == [True] * 8
+
+
+def test_an_error_of_the_server_is_the_episodes_and_the_instance_connects_anew(url):
+    async def script(tasks):
+        instance = tasks()
+        await instance.reset(task_of(tasks, 1))
+        with pytest.raises(OpenEnvFailed, match="broken"):
+            await instance.step("break")
+        await instance.reset(task_of(tasks, 1))
+        return (await instance.step("x")).done
+
+    assert play(url, script)
+
+
+def test_what_is_no_server_is_named():
+    with pytest.raises(ValueError, match="no OpenEnv server"):
+        OpenEnvTasks("http://127.0.0.1:9", 1)
+    with pytest.raises(ValueError, match="http://"):
+        OpenEnvTasks("localhost:8000", 1)
