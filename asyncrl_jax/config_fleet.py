@@ -30,7 +30,7 @@ class AutoscaleConfig:
     min_actors: int = setting(1, "fewest actors in service")
     max_actors: int = setting(8, "most actors, those that drain included")
     starved_high: float = setting(0.1, "share of its time the learner is short of groups above which actors are added")
-    starved_low: float = setting(0.03, "the same, below which actors may be taken away")
+    starved_low: float = setting(0.05, "the same, below which actors may be taken away")
     busy_high: float = setting(0.8, "share of actor slots in use above which more actors would help")
     busy_target: float = setting(0.9, "share of slots in use that the number of actors aims at")
     stale_share: float = setting(0.8, "mean lag ÷ N above which no actor is added: more would only make data older")
@@ -40,7 +40,9 @@ class AutoscaleConfig:
         30.0, "time over which all of this is averaged, and which passes before a judgement, in s"
     )
     grow_cooldown_s: float = setting(30.0, "shortest time from any change until actors are added, in s")
-    shrink_cooldown_s: float = setting(120.0, "shortest time from any change until actors are taken away, in s")
+    shrink_cooldown_s: float = setting(
+        120.0, "shortest time from any change until actors are taken away, in s; doubles when that proves wrong"
+    )
     drain_limit_s: float = setting(
         600.0, "time for an actor to finish what it has; then it is removed and others take its tickets, in s"
     )

@@ -187,12 +187,20 @@ class Orchestrator:
             finished = self._evaluate(learner) and self._settled(learner)
             if finished:
                 self._finish(counts)
-            elif self._plan.draining and counts["pending"] == learner.unsettled_tickets:
-                log.warning("drained: nothing is outstanding, the run stops and can be resumed")
+            elif self._plan.draining and self._drained(counts, learner):
+                log.warning("drained: no actor has anything to do, the run stops and can be resumed")
                 self._control.set_phase("stopping")
                 return True
         self._beat(counts, learner)
         return finished
+
+    def _drained(self, counts: dict[str, int], learner: LearnerState) -> bool:
+        """Whether nothing more will happen: what is left is with the learner, and too little for an update."""
+        left = counts["pending"] - learner.unsettled_tickets
+        if left == 0:
+            return True
+        running = (live.state == "issued" for live in self._ledger.live().values())
+        return left < self._config.learner.groups_per_update and not any(running)
 
     # -- the round ---------------------------------------------------------------------------------------------------
 

@@ -363,7 +363,7 @@ def _directives(
     for actor, count in states.orders.items():
         actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), replace=count)
     scaled = states.autoscale
-    leaving = config.orchestrator.fleet.names(scaled.size)[scaled.target :] if scaled.target < scaled.size else []
+    leaving = config.orchestrator.fleet.names(scaled.highest)[scaled.target :]
     by_hand = [name.removeprefix("drain.") for name, value in operator.items() if name.startswith("drain.") and value]
     for actor in (*leaving, *by_hand):
         actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), drain=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,7 +91,20 @@ class Controller:
         """N for the tickets issued now."""
         return self._states.lag.token_updates
 
-    def round(self, now: float, update: int, beat: Mapping[str, Any], backlog: int, tallies: Tallies) -> None:
+    @property
+    def fleet(self) -> tuple[int, int]:
+        """(actors that are to exist, those of them that do not drain)."""
+        return self._states.autoscale.size, self._states.autoscale.target
+
+    def round(
+        self,
+        now: float,
+        update: int,
+        beat: Mapping[str, Any],
+        backlog: int,
+        tallies: Tallies,
+        actor_beats: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({}),
+    ) -> None:
         """All policies but admission look."""
         if self._plan is not None:
             self._states = dataclasses.replace(self._states, quotas=self._quotas, issued=dict(self.issued))
@@ -98,7 +112,7 @@ class Controller:
             now=now,
             learner=LearnerState(line=0, update=update, version=update, phase="training"),
             learner_beat=beat,
-            actor_beats={},
+            actor_beats=actor_beats,
             backlog_groups=backlog,
             observations=tallies.take(),
         )

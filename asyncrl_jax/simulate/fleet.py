@@ -11,6 +11,7 @@ import dataclasses
 import heapq
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -60,6 +61,7 @@ class _Actor:
     unfinished: list[float]  # heap: ends of members that may still run
     factor: float  # on the time of every episode
     up: bool = True
+    draining: bool = False  # claims nothing
     stamp: int = 0  # its newest readiness; older ones are void
     flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
 
@@ -100,14 +102,59 @@ class Fleet:
         self.ready: deque[tuple[int, int]] = deque((index, 0) for index in range(len(factors)))
         self.slot_seconds = 0.0  # used by members that are over
         self._actors = [_Actor([0.0] * slots, [], factor) for factor in factors]
+        self._size = len(factors)  # that exist, in order: later ones have been removed
+        self._existed_s = 0.0  # actor seconds until `_sized_at`
+        self._sized_at = 0.0
         self._slots = slots
         self._dispatch_s = dispatch_s
         self._versions = versions
         self._most_behind = most_behind
 
     @property
-    def num_slots(self) -> int:
-        return self._slots * len(self._actors)
+    def size(self) -> int:
+        """Actors that exist."""
+        return self._size
+
+    def slot_seconds_there(self, now: float) -> float:
+        """Slots that were there until `now`, each for as long as it was."""
+        return self._slots * (self._existed_s + self._size * (now - self._sized_at))
+
+    def resize(self, size: int, now: float, factor: float) -> list[tuple[Flight, int]]:
+        """Adds actors at the end, or removes from there. Returns what the removed ones had under way, to be claimed."""
+        self._existed_s += self._size * (now - self._sized_at)
+        self._sized_at = now
+        lost = []
+        for index in range(size, self._size):
+            lost += [(flight, index) for flight in self.crash(index, now)]
+        for index in range(self._size, size):
+            if index == len(self._actors):
+                self._actors.append(_Actor([now] * self._slots, [], factor))
+                self.ready.append((index, 0))
+            else:
+                self.restart(index, now)
+        self._size = size
+        return lost
+
+    def drain(self, target: int, now: float) -> list[tuple[float, tuple[int, int]]]:
+        """Actors from `target` on claim nothing. Returns (when it has a free slot, its mark) of those that do again."""
+        marks = []
+        for index, actor in enumerate(self._actors[: self._size]):
+            if actor.draining and index < target and actor.up:
+                self._rebuild(actor, now)
+                actor.stamp += 1
+                marks.append((self._ready_at(actor, now), (index, actor.stamp)))
+            actor.draining = index >= target
+        return marks
+
+    def beats(self, now: float) -> dict[str, dict[str, Any]]:
+        """What the heartbeats of all that are up would say of their load. Cost: O(members under way)."""
+        beats: dict[str, dict[str, Any]] = {}
+        for index, actor in enumerate(self._actors[: self._size]):
+            if actor.up:
+                ends = [(s, e) for f in actor.flights.values() for s, e in zip(f.starts, f.ends, strict=True)]
+                running = sum(start <= now < end for start, end in ends)
+                beats[f"actor-{index}"] = {"running": running, "drained": actor.draining and not actor.flights}
+        return beats
 
     def claims(
         self, now: float, update: int, pace: float, prepare: Callable[[Flight], None]
@@ -128,7 +175,7 @@ class Fleet:
                 continue
             index, stamp = self.ready.popleft()
             actor = self._actors[index]
-            if stamp != actor.stamp or not actor.up:
+            if stamp != actor.stamp or not actor.up or actor.draining:
                 continue
             flight = self.queue.popleft()
             prepare(flight)
@@ -211,7 +258,7 @@ class Fleet:
     def restart(self, index: int, now: float) -> None:
         """It is back, empty."""
         actor = self._actors[index]
-        actor.up = True
+        actor.up, actor.draining = True, False
         self._rebuild(actor, now)
         self.ready.append((index, actor.stamp))
 

@@ -34,6 +34,8 @@ class Outcome:
     seconds_per_update: float
     learner_busy: float
     actor_busy: float  # slots with an episode ÷ slots
+    actors_end: int
+    actors_most: int
     lag_mean: float
     lag_p95: float
     lag_max: float
@@ -71,7 +73,9 @@ def summarise(run: Simulation) -> Outcome:
         updates=run.update,
         seconds_per_update=run.now / run.update if run.update else float("inf"),
         learner_busy=spent.busy_s / max(spent.busy_s + spent.wait_s, 1e-9),
-        actor_busy=(run.fleet.slot_seconds + running) / (run.fleet.num_slots * now),
+        actor_busy=(run.fleet.slot_seconds + running) / max(run.fleet.slot_seconds_there(now), 1e-9),
+        actors_end=run.fleet.size,
+        actors_most=run.most_actors,
         lag_mean=lags["mean"],
         lag_p95=lags["p95"],
         lag_max=lags["max"],

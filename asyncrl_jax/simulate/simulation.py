@@ -56,6 +56,7 @@ class Simulation:
     def __init__(self, config: Config, inputs: Inputs):
         self.now = 0.0
         self.update = 0
+        self.most_actors = config.actor.num_hosts  # that existed at once
         self.num_events = 0
         self.ledger: collections.Counter[str] = collections.Counter()
         self.trained: collections.Counter[str] = collections.Counter()  # groups, by bucket
@@ -68,8 +69,8 @@ class Simulation:
         self._config, self._inputs, self._lag = config, inputs, config.effective_lag
         self._settings = config.learner
         self._draws = Draws(inputs, config.seed, config.learner.group_size)
-        chance = self._draws.chances(_SPEED, 0)
-        factors = [inputs.slow_factor if chance() < inputs.slow_share else 1.0 for _ in range(config.actor.num_hosts)]
+        self._speeds = self._draws.chances(_SPEED, 0)
+        factors = [self._factor() for _ in range(config.actor.num_hosts)]
         self.fleet = Fleet(factors, config.actor.slots, inputs.dispatch_s, self.versions, self._lag.actor_updates)
         self._chances = [self._draws.chances(_CRASHES, index) for index in range(len(factors))]
         self._filtering = self._draws.chances(_VARIANCE, 0)
@@ -136,9 +137,30 @@ class Simulation:
             for lag, count in self.trainer.newest_lags.items()
         }  # the effective sample size of log-normal ratios is exp(-variance), and their KL half the variance
         beat = {**self._beat, "by_lag": by_lag}
-        self.controller.round(self.now, self.update, beat, self.trainer.backlog, self._tallies)
+        scales = self._config.orchestrator.autoscale.enabled
+        seen = self.fleet.beats(self.now) if scales else {}
+        self.controller.round(self.now, self.update, beat, self.trainer.backlog, self._tallies, seen)
+        if scales:
+            self._scale()
         self._at(self.now + self._config.orchestrator.policy_interval_s, "round")
         self._admit()
+
+    def _scale(self) -> None:
+        """The fleet follows at once, as if hosts were there and warm."""
+        size, target = self.controller.fleet
+        self.most_actors = max(self.most_actors, size)
+        while self.fleet.size < size:
+            self.fleet.resize(self.fleet.size + 1, self.now, self._factor())
+        for flight, _ in self.fleet.resize(size, self.now, 1.0):  # given back at once by those that had not drained
+            flight.stamp += 1
+            flight.state = "queued"
+            self.fleet.queue.appendleft(flight)
+        for ready_at, mark in self.fleet.drain(target, self.now):
+            self._at(max(ready_at, self.now), "ready", mark)
+        self._claim()
+
+    def _factor(self) -> float:
+        return self._inputs.slow_factor if self._speeds() < self._inputs.slow_share else 1.0
 
     def _on_beat(self, _: Any) -> None:
         self._beat = dict(vars(self.rates))
@@ -239,6 +261,8 @@ class Simulation:
             self._at(max(freed[0], self.now), "ready", freed[1])
 
     def _on_crash(self, index: int) -> None:
+        if index >= self.fleet.size:
+            return
         lost = self.fleet.crash(index, self.now)
         for flight in lost:
             self.spent.wasted_tokens += flight.sampled(self.now)
@@ -249,6 +273,8 @@ class Simulation:
         self._at(self.now + self._inputs.restart_s, "restart", index)
 
     def _on_restart(self, index: int) -> None:
+        if index >= self.fleet.size:
+            return
         self.fleet.restart(index, self.now)
         self._at(self.now + self._uptime(index), "crash", index)
         self._claim()

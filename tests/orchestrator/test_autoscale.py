@@ -81,7 +81,7 @@ def test_no_one_number_alone_adds_an_actor(but):
     assert run.log == []
 
 
-@pytest.mark.parametrize("but", [{"starved": 0.05}, {"busy": 0.9}, {"level": "fast"}], ids=lambda but: next(iter(but)))
+@pytest.mark.parametrize("but", [{"starved": 0.08}, {"busy": 0.9}, {"level": "fast"}], ids=lambda but: next(iter(but)))
 def test_no_one_number_alone_takes_one_away(but):
     run = Run()
     assert run.see(500, **SPARE | but).target == 4
@@ -181,6 +181,19 @@ def test_in_a_steady_world_it_settles_and_stays():
         changes = [at for at, entry in run.log if entry.action != "remove"]
         assert need <= run.state.target <= need * 1.25 + 1, (need, start, run.state.target)
         assert not changes or changes[-1] < 1000, "it goes on changing"
+
+
+def test_a_world_that_swings_is_followed_ever_more_slowly_downwards():
+    run = Run()
+    run.state = dataclasses.replace(run.state, seen_at=0.0)
+    for _ in range(4):
+        run.see(2000, **SPARE | {"busy": 0.5})
+        run.see(40, **STARVED)
+    drains = [at for at, entry in run.log if entry.action == "drain"]
+    grows = [at for at, entry in run.log if entry.action == "grow"]
+    waits = [min(d - g for d in drains if d > g) for g in grows if any(d > g for d in drains)]
+    assert run.state.patience > 1
+    assert max(waits) >= 2 * CONFIG.shrink_cooldown_s, waits
 
 
 def test_settings_that_do_not_fit_are_refused_by_name():

@@ -9,10 +9,12 @@ import sys
 
 import pytest
 
-from asyncrl_jax.config import Config, LearnerConfig, override
+from asyncrl_jax.config import Config, LearnerConfig, RedisConfig, override
 from asyncrl_jax.config_file import write_config
 from asyncrl_jax.orchestrator.console import run_command
 from asyncrl_jax.orchestrator.loop import Orchestrator
+from asyncrl_jax.transport.groups import GroupWriter
+from asyncrl_jax.transport.tasks import TaskStream
 from asyncrl_jax.types import LearnerState, Outcome, WeightVersion
 
 
@@ -113,6 +115,21 @@ def test_drain_of_an_actor_and_of_the_run(asyncrl):
     assert asyncrl.space.control.phase() == "stopping"
 
 
+def test_a_drained_run_stops_with_groups_that_are_too_few_for_an_update(asyncrl):
+    """They wait in the learner's pool, and are there when the run is resumed."""
+    asyncrl.tick()
+    space, redis = asyncrl.space, RedisConfig(url="redis://unused", partitions=1)
+    tasks = TaskStream(space.client, space.keys, "a", redis)
+    (delivery,) = tasks.claim(1, 0)
+    others = [name for name in space.ledger.live() if name != delivery.ticket.ticket_id]
+    space.ledger.settle_many(others, outcome=Outcome.FAILED)
+    asyncrl("drain")
+    assert not asyncrl.tick(), "an actor has a ticket left"
+    GroupWriter(space.client, space.keys, redis, limits=None).submit_encoded(delivery, b"group")
+    assert asyncrl.tick()
+    assert space.control.phase() == "stopping"
+
+
 def test_a_breaker_by_hand_and_a_review(asyncrl):
     asyncrl("set breaker.environment:arithmetic=open")
     asyncrl.tick()
@@ -203,10 +220,11 @@ def test_the_number_of_actors_by_hand_drains_the_last_ones_before_the_fleet_shri
     space.control.beat("actor", "actor-1", {"drained": True, "evaluating": 0}, 60)
     asyncrl.tick()
     assert space.steering.directives().fleet_size == 1
-    assert "actor-1" not in space.steering.directives().actors
+    assert space.steering.directives().actors["actor-1"].drain, "until it is gone"
     assert (asyncrl.last().policy, asyncrl.last().action) == ("autoscale", "remove")
     asyncrl("set actors=5")
     asyncrl.tick()
     assert space.steering.directives().fleet_size == 5
+    assert not space.steering.directives().actors
     with pytest.raises(ValueError, match="a number of actors, 1 or more"):
         asyncrl("set actors=0")

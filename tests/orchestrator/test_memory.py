@@ -15,7 +15,7 @@ from asyncrl_jax.types import LearnerState
 SCORE = regression.Score("update-20", 20, 0, 20, 100, 60)
 STATES = rounds.States(
     lag=lag.State(5, 40, 1, True, (6, 2, 4)),
-    autoscale=autoscale.State(5, 3, 2, 7.0, 6.5, 6.0, None, 8.0, 0.25, 0.5, 0.75),
+    autoscale=autoscale.State(5, 3, 2, 6, 7.0, 6.5, True, 4.0, 6.0, None, 8.0, 0.25, 0.5, 0.75),
     watermark=watermark.State("slow", 3.5, 1.2, -0.1, 9.0),
     curriculum=curriculum.State({"sums/1": curriculum.Bucket(0.4, 12.0, True, 0.5, 3.0, True)}),
     breaker=breaker.State(

@@ -236,3 +236,30 @@ def test_what_is_aimed_at_does_not_fall_with_the_time_that_the_learner_waits():
         controller.round(0.0, 5, beat, 4, Tallies())
         aimed.append(len(controller.admit(5, 0, 0, beat)))
     assert aimed == [4 + 3 * 4 + config.lag.slack_groups] * 2
+
+
+@pytest.mark.parametrize("start", [1, 64])
+def test_autoscale_finds_the_fleet_that_feeds_the_learner_from_either_side(start):
+    """64 episodes of 20 s for every update of 10 s are 128 slots: 16 actors of 8, and a tenth to spare."""
+    changes = {
+        "learner.groups_per_update": 16,
+        "learner.num_updates": 100_000,
+        "lag.token_updates": 8,
+        "weights.keep_versions": 12,
+        "actor.slots": 8,
+        "orchestrator.autoscale.enabled": True,
+        "orchestrator.autoscale.max_actors": 64,
+    }
+    inputs = Inputs(duration_s=3600.0, episode_s="constant:20", update_s="constant:10", publish_s=1.0, swap_s=1.0)
+    run = Simulation(config_of(**changes, **{"actor.num_hosts": start}), inputs)
+    run.finish()
+    outcome = run.outcome()
+    assert 16 <= outcome.actors_end <= 24
+    fixed = simulate(
+        config_of(**changes | {"orchestrator.autoscale.enabled": False}, **{"actor.num_hosts": 64}), inputs
+    )
+    last = [entry for at, entry in run.controller.decisions if entry.policy == "autoscale" and at > 1800]
+    assert last == [], "it has settled"
+    assert outcome.updates >= (0.95 if start == 64 else 0.85) * fixed.updates, "the learner does not wait for it"
+    assert outcome.ledger["failed"] == 0, "nothing is lost by taking actors away"
+    assert outcome.ledger["issued"] == sum(n for name, n in outcome.ledger.items() if name != "issued")

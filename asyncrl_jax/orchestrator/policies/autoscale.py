@@ -13,6 +13,8 @@ Rule. All of it is averaged over `window_s`, and judged only once that has passe
   it is fed, the watermark says "slow" and what is trained on is stale: then one at a time.
 * How many: slots in use ÷ `busy_target`, times what the learner could take ÷ what it gets, 1 ÷ (1 − starved share), as
   in target tracking; at most a factor `step` at once, nothing within `tolerance`, never past the limits or the budget.
+* If actors have to be added again after some were taken away, the cool-down of the latter doubles, up to 16 times; it
+  halves again when a second step down follows a first.
 * Who is taken away drains: it claims nothing more, and is removed once it has nothing left or after `drain_limit_s`.
   If more are wanted again meanwhile, it stays; until then no others are taken away.
 * Once the learner has been fed, with actors to spare, for `learner_patience_s`, it is the bottleneck: if the budget has
@@ -33,6 +35,8 @@ from collections.abc import Collection
 from asyncrl_jax.config_fleet import AutoscaleConfig, FleetConfig
 from asyncrl_jax.types import Decision
 
+_MOST_PATIENCE = 16.0
+
 
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -41,8 +45,11 @@ class State:
     size: int  # members that exist
     target: int  # that are to stay
     copies: int  # of the weights in the learner's mesh, as asked for
+    highest: int = 0  # largest size so far: who was there and is not to come back goes on being told to drain
     changed_at: float = -math.inf  # when size or target last changed
     draining_since: float = 0.0
+    shrank: bool = False  # the last change took actors away
+    patience: float = 1.0  # factor on the cool-down before any are taken away
     spare_since: float | None = None  # since when the learner has been the bottleneck
     judged_from: float | None = None  # begin of what the averages hold
     seen_at: float = -math.inf
@@ -169,7 +176,8 @@ def _wanted(state: State, observed: Observed, now: float, most: int, config: Aut
         if wanted > state.target * (1 + config.tolerance):
             return wanted, "the learner starves and every slot is in use"
     draining = state.size > state.target
-    if draining or since_s < config.shrink_cooldown_s or state.starved > config.starved_low or observed.level == "fast":
+    patience_s = config.shrink_cooldown_s * state.patience
+    if draining or since_s < patience_s or state.starved > config.starved_low or observed.level == "fast":
         return state.target, ""
     wanted = max(math.ceil(needed - 1e-9), math.ceil(state.target / config.step), config.min_actors)
     if wanted < state.target * (1 - config.tolerance):
@@ -190,13 +198,20 @@ def _may_grow(state: State, observed: Observed, config: AutoscaleConfig) -> bool
 
 
 def _changed(state: State, wanted: int, now: float) -> State:
-    draining_since = now if wanted < state.target else state.draining_since
+    shrinks = wanted < state.target
+    patience = state.patience
+    if state.shrank:  # the change before is judged by this one
+        patience = max(patience / 2, 1.0) if shrinks else min(2 * patience, _MOST_PATIENCE)
+    size = max(state.size, wanted)
     return dataclasses.replace(
         _forgotten(state),
-        size=max(state.size, wanted),
+        size=size,
+        highest=max(state.highest, size),
         target=wanted,
         changed_at=now,
-        draining_since=draining_since,
+        draining_since=now if shrinks else state.draining_since,
+        shrank=shrinks,
+        patience=patience,
         spare_since=None,
     )
 
