@@ -9,10 +9,11 @@ than this decoder can is refused by name, and so is a key that nobody here knows
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl_jax.config_leaf import require
 from asyncrl_jax.config_model import AttentionConfig, ModelConfig, RopeScalingConfig, RouterConfig, differences
 
 # Of training, generation and bookkeeping: they do not change what the model computes.
@@ -100,6 +101,27 @@ def read_hf_config(directory: str | Path) -> ModelConfig:
         return model_config(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def read_teachers(directories: Sequence[str], vocab_size: int) -> tuple[ModelConfig, ...]:
+    """Settings of the teachers that `learner.distill.teachers` names.
+
+    Args:
+      directories: one for each.
+      vocab_size: of the student.
+
+    Raises:
+      ValueError: for a directory that is no checkpoint, or a teacher with other tokens than the student.
+    """
+    models = tuple(read_hf_config(directory) for directory in directories)
+    for directory, model in zip(directories, models, strict=True):
+        require(
+            model.vocab_size == vocab_size,
+            "learner.distill.teachers",
+            directory,
+            f"it knows {model.vocab_size} tokens and model.vocab_size is {vocab_size}; a teacher reads the student's",
+        )
+    return models
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from asyncrl_jax.config_distill import DistillConfig
 from asyncrl_jax.config_leaf import branch, require, setting
 
 
@@ -95,6 +96,7 @@ class ObjectiveConfig:
     weight_bound: str = setting("none", "of importance weights: none, truncate (at the cap) or mask (0 outside)")
     weight_floor: float = setting(0.0, "smallest importance weight that mask keeps")
     weight_cap: float = setting(2.0, "largest importance weight that truncate and mask keep")
+    coefficient: float = setting(1.0, "weight of the policy loss; 0 leaves learner.distill and the KL alone")
     aggregation: str = setting(
         "token_mean", "token_mean, sequence_mean, or constant (sum ÷ sequences ÷ environment.max_tokens)"
     )
@@ -124,6 +126,7 @@ class ObjectiveConfig:
             self.weight_floor,
             f"at least 0 and below learner.objective.weight_cap = {self.weight_cap}",
         )
+        require(self.coefficient >= 0, "learner.objective.coefficient", self.coefficient, "at least 0")
         require(
             self.entropy_coefficient >= 0,
             "learner.objective.entropy_coefficient",
@@ -264,6 +267,7 @@ class LearnerConfig:
     objective: ObjectiveConfig = branch(ObjectiveConfig)
     kl: KLConfig = branch(KLConfig)
     critic: CriticConfig = branch(CriticConfig)
+    distill: DistillConfig = branch(DistillConfig)
 
     def __post_init__(self) -> None:
         for name in (
@@ -299,6 +303,12 @@ class LearnerConfig:
             f"0, or more than learner.lr_warmup_updates = {self.lr_warmup_updates}",
         )
         require(self.max_grad_norm > 0, "learner.max_grad_norm", self.max_grad_norm, "more than 0")
+        require(
+            self.objective.coefficient > 0 or bool(self.distill.teachers) or self.kl.coefficient > 0,
+            "learner.objective.coefficient",
+            self.objective.coefficient,
+            "0 needs learner.distill.teachers, or there is nothing to learn",
+        )
 
     @property
     def most_groups(self) -> int:

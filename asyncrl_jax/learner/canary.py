@@ -26,7 +26,7 @@ def _scorer(config: ModelConfig, mesh: Mesh | None) -> CompiledStep:
     def score(params: Params, tokens_CT: jax.Array) -> jax.Array:
         positions_CT = jnp.broadcast_to(jnp.arange(tokens_CT.shape[1])[None], tokens_CT.shape)
         ones = jnp.ones_like(tokens_CT)
-        batch = SupervisedBatch(tokens_CT, tokens_CT, ones, positions_CT, ones.astype(bool))
+        batch = SupervisedBatch(tokens_CT, tokens_CT, ones, positions_CT, ones.astype(bool), ones)
         logits_CTV, _ = forward.logits(params, batch)
         targets = tokens_CT[:, 1:]
         return token_logprobs(logits_CTV[:, :-1], targets, jnp.ones(targets.shape))[0]

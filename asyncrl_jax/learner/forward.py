@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from asyncrl_jax.config import Config
+from asyncrl_jax.config import Config, MeshConfig, ModelConfig
 from asyncrl_jax.learner.packing import PackedUpdate
 from asyncrl_jax.models.head import TargetScores
 from asyncrl_jax.models.moe import Placement
@@ -22,7 +22,12 @@ from asyncrl_jax.models.transformer import Params, graph_of, merge
 
 def forward_on(config: Config, mesh: Mesh) -> Forward:
     """The model of the config, its experts spread over the mesh."""
-    return Forward(graph_of(config.model, Placement(mesh, config.mesh.expert_buffer)))
+    return forward_of(config.model, config.mesh, mesh)
+
+
+def forward_of(model: ModelConfig, settings: MeshConfig, mesh: Mesh) -> Forward:
+    """Any model, on the mesh."""
+    return Forward(graph_of(model, Placement(mesh, settings.expert_buffer)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,11 @@ class Forward:
         x_BTD, _ = self.trunk(params, batch._replace(noise_keys=None))
         return jax.lax.stop_gradient(self.scores(params, x_BTD, batch).logprobs)
 
+    def head(self, params: Params, x: jax.Array) -> jax.Array:
+        """float32 logits [..., V] of the trunk's output [..., D]."""
+        return merge(self.graph, params).head(x)
+
     def logits(self, params: Params, batch: Any) -> tuple[jax.Array, Routing]:
         """(float32 [B, T, V], what the routers did)."""
         x_BTD, routing = self.trunk(params, batch)
-        return merge(self.graph, params).head(x_BTD), routing
+        return self.head(params, x_BTD), routing

@@ -3,7 +3,7 @@
     behaviour ─┐
     proximal  ─┼─▶ importance weights ─┐
     target ────┴─▶ policy terms ───────┼─▶ × weight of each token ─▶ Σ   + KL − entropy + values
-                                       advantages
+                                       advantages                    + KL to the teachers
 
 Dimensions: B rows, T positions of a row.
 """
@@ -34,7 +34,7 @@ class CriticTokens(NamedTuple):
 class Tokens(NamedTuple):
     """What the loss is a function of. Arrays are [B, T]; an optional one is None where the config does not ask for it.
 
-    Only `target`, `entropy` and the critic's values carry a gradient.
+    Only `target`, `entropy`, `divergence` and the critic's values carry a gradient.
     """
 
     target: jax.Array  # log-probs of the weights being trained
@@ -46,6 +46,7 @@ class Tokens(NamedTuple):
     token_lag: jax.Array  # int32, in updates
     reference: jax.Array | None = None  # log-probs
     proximal: jax.Array | None = None  # log-probs of the average of past weights
+    divergence: jax.Array | None = None  # KL to the teachers, with its gradient
     critic: CriticTokens | None = None
 
 
@@ -64,6 +65,7 @@ class Sums(NamedTuple):
     kl_loss: jax.Array  # before its coefficient
     entropy_bonus: jax.Array  # before its coefficient
     value_loss: jax.Array  # before its coefficient
+    distill_loss: jax.Array  # before its coefficient
     kl: jax.Array  # estimate of the KL to the reference (no gradient)
     entropy: jax.Array
     clipped: jax.Array
@@ -101,9 +103,10 @@ def step_loss(
         constant_length=counts.constant_length,
     )
     terms, importance = policy_terms(config.objective, tokens)
-    loss = policy_loss = weighted_sum(terms.loss, weights)
+    policy_loss = weighted_sum(terms.loss, weights)
+    loss = config.objective.coefficient * policy_loss
     zero = jnp.zeros(())
-    kl_loss = entropy_bonus = value_loss = zero
+    kl_loss = entropy_bonus = value_loss = distill_loss = zero
     if tokens.reference is not None and config.kl.placement == "loss":
         kl_loss = weighted_sum(_kl_terms(config.kl.estimator, tokens), weights)
         loss += kl_coefficient * kl_loss
@@ -116,7 +119,10 @@ def step_loss(
         )
         value_loss = weighted_sum(of_values, weights)
         loss += config.critic.coefficient * value_loss
-    parts = Sums(policy_loss, kl_loss, entropy_bonus, value_loss, *[zero] * 11)
+    if tokens.divergence is not None:
+        distill_loss = weighted_sum(tokens.divergence, weights)
+        loss += config.distill.coefficient * distill_loss
+    parts = Sums(policy_loss, kl_loss, entropy_bonus, value_loss, distill_loss, *[zero] * 11)
     parts = parts._replace(by_lag=jnp.zeros((4, NUM_LAGS)))
     sums, ratio_max = _measured(parts, tokens, terms, importance)
     return loss, (sums, ratio_max)

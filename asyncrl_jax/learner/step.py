@@ -27,6 +27,7 @@ from asyncrl_jax.learner import kl
 from asyncrl_jax.learner.aggregation import count_sequences, whiten
 from asyncrl_jax.learner.balance import balance_loss, balanced_biases, router_z_loss
 from asyncrl_jax.learner.compiled import CompiledStep
+from asyncrl_jax.learner.distill import sampled_divergence, teacher_forwards, whole_divergence
 from asyncrl_jax.learner.expert_metrics import expert_metrics
 from asyncrl_jax.learner.forward import Forward, forward_on
 from asyncrl_jax.learner.lag_worth import NUM_LAGS, metrics_by_lag
@@ -45,6 +46,7 @@ class _Frozen(NamedTuple):
 
     reference: Params | None
     proximal: Params | None
+    teachers: tuple[Params, ...]
     slow_critic: Params
     kl_coefficient: jax.Array
 
@@ -63,6 +65,7 @@ class _Step:
 
     config: Config
     forward: Forward
+    teachers: tuple[Forward, ...] = ()
 
     @property
     def learner(self) -> LearnerConfig:
@@ -161,6 +164,7 @@ class _Step:
             token_lag=batch.token_lag,
             reference=self._logprobs_or_none(frozen.reference, batch),
             proximal=self._logprobs_or_none(frozen.proximal, batch),
+            divergence=self._divergence(params, x_BTD, scores.logprobs, frozen.teachers, batch),
         )
         if frozen.slow_critic:
             tokens = tokens._replace(critic=CriticTokens(critic_values(trained, x_BTD), old_values, returns))
@@ -175,6 +179,37 @@ class _Step:
 
     def _logprobs_or_none(self, params: Params | None, batch: PackedUpdate) -> jax.Array | None:
         return None if params is None else self.forward.logprobs(params, batch)
+
+    def _divergence(
+        self,
+        params: Params,
+        x_BTD: jax.Array,
+        logprobs_BT: jax.Array,
+        teachers: tuple[Params, ...],
+        batch: PackedUpdate,
+    ) -> jax.Array | None:
+        """KL to the teachers, [B, T], with its gradient; None without any."""
+        if not teachers:
+            return None
+        distill = self.learner.distill
+        own = batch._replace(routed_experts=None, noise_keys=None)  # a teacher's routers choose for themselves
+        if distill.match == "logprobs":
+            return sampled_divergence(
+                target_logprobs=logprobs_BT,
+                behaviour_logprobs=batch.behaviour_logprobs,
+                teacher_logprobs=[f.logprobs(p, own) for f, p in zip(self.teachers, teachers, strict=True)],
+                shares=distill.mixture,
+                loss_mask=batch.loss_mask,
+            )
+        placed = [(f, f.trunk(p, own)[0], p) for f, p in zip(self.teachers, teachers, strict=True)]
+        return whole_divergence(
+            (self.forward, x_BTD, params),
+            placed,
+            distill.mixture,
+            batch.temperature,
+            batch.loss_mask,
+            self.config.model.head_chunk_tokens,
+        )
 
     def gradient(
         self,
@@ -246,31 +281,39 @@ def _policy_metrics(config: LearnerConfig, sums: Sums, frozen: _Frozen, counts: 
         metrics |= {"weight_mean": sums.weight / count, "weight_bounded_fraction": sums.weight_bounded / count}
     if frozen.slow_critic:
         metrics["value_loss"] = sums.value_loss
+    if frozen.teachers:
+        metrics["distill_loss"] = sums.distill_loss
     return metrics
 
 
 def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
-    """The compiled update `step(state, reference_params, packed, learning_rate) -> (state, metrics)`.
+    """The compiled update `step(state, reference_params, packed, learning_rate, *teachers) -> (state, metrics)`.
 
     `state` is donated: do not use it afterwards, and give a reference that is a copy (`copy_params`). Where the config
-    lets the reference follow the weights, it is part of the state and `reference_params` is not read.
+    lets the reference follow the weights, it is part of the state and `reference_params` is not read. `teachers` are
+    the weights of those that `learner.distill` names, in its order.
 
     Metrics are float32 or int32. Means are over the tokens trained on:
       loss, policy_loss, kl and kl_coefficient (absent when the coefficient is 0), balance_loss (1 is balanced), entropy
       (nats), clip_fraction, ratio_mean, ratio_max, ess (effective sample size of the ratios ÷ tokens), weight_mean and
-      weight_bounded_fraction (with importance weights), value_loss (with a critic), lag_mean (updates), tokens,
+      weight_bounded_fraction (with importance weights), value_loss (with a critic), distill_loss (KL to the teachers,
+      with teachers), lag_mean (updates), tokens,
       sequences, tokens_lag0, logprob_gap_lag0 (mean |target − behaviour| log-prob of the tokens that these very weights
       sampled: below 1e-5 when sampler and trainer agree), grad_norm (before clipping), learning_rate, skipped (1 when
       the update was not applied), lag_{tokens,ess,kl}/<lag> (of tokens that old, see lag_worth.py), z_loss (mean
       squared logsumexp of router logits), and those of `expert_metrics`, of which some are [E].
     """
     learner = config.learner
-    passes = _Step(config, forward_on(config, mesh))
+    passes = _Step(config, forward_on(config, mesh), teacher_forwards(config, mesh))
     needs_scores = learner.advantage.estimator == "gae" or (learner.kl.coefficient and learner.kl.placement == "reward")
     whitens = learner.advantage.whiten or learner.advantage.estimator == "reinforce_pp"
 
     def step(
-        state: TrainState, reference_params: Params, packed: PackedUpdate, learning_rate: jax.Array
+        state: TrainState,
+        reference_params: Params,
+        packed: PackedUpdate,
+        learning_rate: jax.Array,
+        *teachers: Params,
     ) -> tuple[TrainState, Metrics]:
         counts = _counts(config, packed)
         if config.model.router.noise:
@@ -282,6 +325,7 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
         frozen = _Frozen(
             reference=state.moving.get("reference", reference_params) if learner.kl.coefficient else None,
             proximal=state.moving.get("proximal"),
+            teachers=teachers,
             slow_critic=state.moving.get("critic", {}),
             kl_coefficient=coefficient * kl_factor,
         )
@@ -328,7 +372,7 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
     )
     return CompiledStep(
         step,
-        in_shardings=(shardings, shardings.params, packed_shardings, None),
+        in_shardings=(shardings, shardings.params, packed_shardings, None, *[None] * len(passes.teachers)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
     )

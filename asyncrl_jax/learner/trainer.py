@@ -29,6 +29,7 @@ from .batch_plan import BatchPlan, plan_update
 from .canary import canary_logprobs
 from .checkpoint import Checkpoints
 from .credit import assign_credit
+from .distill import load_teachers
 from .optimizer import learning_rate_at
 from .packing import PackedUpdate, max_rows, pack_update
 from .state import TrainState, copy_params, create_state, start_from
@@ -75,6 +76,7 @@ class Trainer:
         self._state = create_state(config, config.seed, mesh)
         self._reference: Params | None = None
         self._step = make_train_step(config, mesh)
+        self._teachers = load_teachers(config, mesh)
         self._taught_nothing = 0  # updates in a row without any advantage
         self.lr_scale = 1.0  # factor on the learning rate of the updates to come
         self.warm_start_step = 0
@@ -122,7 +124,10 @@ class Trainer:
             if stop is not None and stop.is_set():
                 raise StopRequested
 
-        rows = [(np.asarray(row.tokens, np.int32), np.asarray(row.loss_mask, np.uint8)) for row in demonstrations.rows]
+        rows = [
+            (np.asarray(row.tokens, np.int32), np.asarray(row.loss_mask, np.uint8), row.weight)
+            for row in demonstrations.rows
+        ]
         self._state = warm_start(self._config, self._state, rows, progress)
 
     def freeze_reference(self) -> None:
@@ -204,7 +209,8 @@ class Trainer:
             rows = batch_sharding(self._mesh, leading_dims=1)
             laid_out = {name: to_mesh(array, rows) for name, array in packed._asdict().items() if np.ndim(array) >= 3}
             packed = packed._replace(**laid_out)
-        self._state, metrics = self._step(self._state, self._reference, packed, np.float32(learning_rate))
+        rate = np.float32(learning_rate)
+        self._state, metrics = self._step(self._state, self._reference, packed, rate, *self._teachers)
         return {name: _plain(value) for name, value in jax.device_get(metrics).items()}
 
     def _watch_credit(self, statistics: dict[str, float], update: int) -> None:

@@ -13,7 +13,8 @@ from asyncrl_jax.learner.state import TrainState, start_from
 from asyncrl_jax.learner.supervised import SupervisedBatch, make_supervised_step
 from asyncrl_jax.models.mesh import batch_sharding, make_mesh, to_mesh
 
-Demonstration = tuple[np.ndarray, np.ndarray]  # tokens int32 [T], loss_mask uint8 [T]
+Demonstration = tuple[np.ndarray, np.ndarray] | tuple[np.ndarray, np.ndarray, float]
+# tokens int32 [T], loss_mask uint8 [T], and a weight where that is not 1: below 0 for what not to say
 Progress = Callable[[int, Mapping[str, float]], None]  # (steps done, metrics: means since the last call)
 
 REPORT_EVERY_STEPS = 50
@@ -64,9 +65,9 @@ def warm_start(
 
 
 def _check(demonstrations: Sequence[Demonstration], max_positions: int) -> None:
-    if not any(np.any(mask[1:]) for _, mask in demonstrations):
+    if not any(np.any(mask[1:]) for _, mask, *_ in demonstrations):
         raise ValueError(f"{len(demonstrations)} demonstrations, none with a token to train on")
-    for i, (tokens, mask) in enumerate(demonstrations):
+    for i, (tokens, mask, *_) in enumerate(demonstrations):
         if len(tokens) != len(mask):
             raise ValueError(f"demonstration {i} has {len(tokens)} tokens and a mask of {len(mask)}")
         if len(tokens) > max_positions:
@@ -77,15 +78,16 @@ def _batches(
     demonstrations: Sequence[Demonstration], rows: int, num_batches: int, seed: int
 ) -> Iterator[SupervisedBatch]:
     """Batches of one shape, drawn from epochs in shuffled order; one demonstration a row."""
-    longest = max(len(tokens) for tokens, _ in demonstrations) - 1
+    longest = max(len(tokens) for tokens, *_ in demonstrations) - 1
     width = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     num = len(demonstrations)
     tokens, targets, segment_ids = (np.zeros((num, width), np.int32) for _ in range(3))
-    loss_mask = np.zeros((num, width), bool)
-    for i, (sequence, mask) in enumerate(demonstrations):
+    loss_mask, weights = np.zeros((num, width), bool), np.ones((num, width), np.float32)
+    for i, (sequence, mask, *weight) in enumerate(demonstrations):
         length = max(len(sequence) - 1, 0)
         tokens[i, :length], targets[i, :length] = sequence[:-1], sequence[1:]
         segment_ids[i, :length], loss_mask[i, :length] = 1, mask[1:]
+        weights[i] = weight[0] if weight else 1.0
     positions = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
     rng = np.random.default_rng(seed)
     order = np.empty(0, np.int64)
@@ -93,4 +95,5 @@ def _batches(
         while len(order) < rows:
             order = np.append(order, rng.permutation(num))
         chosen, order = order[:rows], order[rows:]
-        yield SupervisedBatch(tokens[chosen], targets[chosen], segment_ids[chosen], positions, loss_mask[chosen])
+        of_rows = (array[chosen] for array in (loss_mask, weights))
+        yield SupervisedBatch(tokens[chosen], targets[chosen], segment_ids[chosen], positions, *of_rows)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.config_hf import read_teachers
 from asyncrl_jax.local.environment import child_environment, redis_password
 from asyncrl_jax.observe.writers import PACKAGES
 
@@ -72,6 +73,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
         lambda: _disk(run_dir),
         lambda: _port(config) if own_server else _server(config, resume),
         lambda: _demonstrations(config),
+        lambda: _teachers(config),
         lambda: _memory(config),
     ]
     return [check() for check in checks]
@@ -220,6 +222,16 @@ def _demonstrations(config: Config) -> Check:
     if path and not Path(path).is_file():
         return Check("demonstrations", path, f"--config.warm_start.demonstrations={path}: no such file")
     return Check("demonstrations", path or "written at the start of the run")
+
+
+def _teachers(config: Config) -> Check:
+    teachers = config.learner.distill.teachers
+    names = ", ".join(teachers)
+    try:
+        read_teachers(teachers, config.model.vocab_size)
+    except ValueError as error:
+        return Check("teachers", names, str(error))
+    return Check("teachers", names or "none needed")
 
 
 def _memory(config: Config) -> Check:

@@ -1,4 +1,8 @@
-"""Demonstrations on disk: an Avro object container that actors write, the learner reads, and any Avro reader opens."""
+"""Demonstrations on disk: an Avro object container that any Avro reader opens.
+
+Actors write what a scripted policy played, `learner/rejection.py` the best of what a run sampled; the learner reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,13 @@ SCHEMA = fastavro.parse_schema(
             {"name": "tokens", "type": {"type": "array", "items": "int"}},
             {"name": "loss_mask", "type": {"type": "array", "items": "int"}},
             {"name": "success", "type": "boolean"},
+            {"name": "weight", "type": "float", "default": 1.0},
         ],
     }
 )
 # What fastavro raises for bytes that are no such file; to the user they are all one.
 _UNREADABLE = (ValueError, LookupError, EOFError, TypeError, OverflowError, fastavro.read.SchemaResolutionError)
+_LARGEST_WEIGHT = 100.0
 _PREFIX = "asyncrl."  # of our keys in the container's metadata
 
 
@@ -36,6 +42,7 @@ class Demonstration:
     tokens: tuple[int, ...]
     loss_mask: tuple[int, ...]  # as long as tokens; 1 exactly where the policy spoke
     success: bool  # it ends with the right answer; demonstrations may be careless on purpose
+    weight: float = 1.0  # of its loss; below 0 it is an example of what not to say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +101,7 @@ def _rows(reader: Any, vocab_size: int) -> Iterator[Demonstration]:
             tokens=tuple(record["tokens"]),
             loss_mask=tuple(record["loss_mask"]),
             success=record["success"],
+            weight=record["weight"],
         )
         _check(row, vocab_size, f"row {number}")
         yield row
@@ -104,5 +112,7 @@ def _check(row: Demonstration, vocab_size: int, name: str) -> None:
         raise ValueError(f"{name}: {len(row.tokens)} tokens but {len(row.loss_mask)} mask entries")
     if not set(row.loss_mask) <= {0, 1} or 1 not in row.loss_mask:
         raise ValueError(f"{name}: the loss mask must hold 0 and 1, and at least one 1")
+    if not 0 < abs(row.weight) <= _LARGEST_WEIGHT:  # NaN is not
+        raise ValueError(f"{name}: weight {row.weight} is not within ±{_LARGEST_WEIGHT:g}, or is 0")
     if min(row.tokens) < 0 or max(row.tokens) >= vocab_size:
         raise ValueError(f"{name}: tokens must be in [0, {vocab_size}), got {min(row.tokens)} to {max(row.tokens)}")
