@@ -25,6 +25,11 @@ class ActorConfig:
     kv_tokens: int = setting(
         0, "no episode starts while the sequences that wait for tokens hold so many already; 0 for no limit"
     )
+    block_steps: int = setting(8, "decode steps of the JAX engine before it looks at its requests again, at most")
+    prefill_tokens: int = setting(
+        256, "tokens of prompts that the JAX engine computes between two blocks of decode steps"
+    )
+    prefix_reuse: bool = setting(True, "the JAX engine shares prefixes that were computed among turns and sessions")
     swap_at: str = setting("token", "where new weights may come in: between two tokens, turns or episodes")
     temperature: float = setting(1.0, "of sampling in training and evaluation")
     max_attempts: int = setting(3, "attempts at a ticket before it is reported as failed")
@@ -34,7 +39,8 @@ class ActorConfig:
     def __post_init__(self) -> None:
         require(self.num_hosts >= 1, "actor.num_hosts", self.num_hosts, "at least 1")
         require(self.engine in ENGINES, "actor.engine", self.engine, f"use one of {', '.join(ENGINES)}")
-        require(self.slots >= 1, "actor.slots", self.slots, "at least 1")
+        for name in ("slots", "block_steps", "prefill_tokens"):
+            require(getattr(self, name) >= 1, f"actor.{name}", getattr(self, name), "at least 1")
         require(
             self.swap_at in SWAP_BOUNDARIES, "actor.swap_at", self.swap_at, f"use one of {', '.join(SWAP_BOUNDARIES)}"
         )

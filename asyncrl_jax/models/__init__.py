@@ -1,6 +1,6 @@
 """Models: one decoder for all families, its sharding, and its Hugging Face checkpoints."""
 
-from asyncrl_jax.models.decoding import KVCache, LayerCache, decode_step, init_cache, prefill
+from asyncrl_jax.models.decoding import KVCache, LayerCache, decode_step, extend, init_cache
 from asyncrl_jax.models.hf import from_hf, load_params, save_params, to_hf
 from asyncrl_jax.models.hf_names import from_tensors, to_tensors
 from asyncrl_jax.models.transformer import (
@@ -25,6 +25,7 @@ __all__ = [
     "Trunk",
     "abstract_params",
     "decode_step",
+    "extend",
     "from_hf",
     "from_tensors",
     "graph_of",
@@ -33,7 +34,6 @@ __all__ = [
     "load_params",
     "merge",
     "params_of",
-    "prefill",
     "save_params",
     "to_hf",
     "to_tensors",

@@ -68,23 +68,26 @@ def _by_rows(q_BTHK: jax.Array, v_BTGU: jax.Array, window: int, sinks_H: jax.Arr
 
 
 def attend_cached(
-    q_BHK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGU: jax.Array,
-    visible_BS: jax.Array,
+    q_BTHK: jax.Array,
+    k_BGSK: jax.Array,
+    v_BGSU: jax.Array,
+    mask_BTS: jax.Array,
     *,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of one query of each row over its cache; returns [B, H, U].
+    """Attention of some queries of each row over its cache; returns [B, T, H, U].
 
     Args:
-      q_BHK: queries.
-      k_BSGK: keys of the cache.
-      v_BSGU: values of the cache.
-      visible_BS: bool; what the query sees.
+      q_BTHK: queries.
+      k_BGSK: keys of the cache.
+      v_BGSU: values of the cache.
+      mask_BTS: bool; what each query sees.
       sinks_H: see `attend_packed`.
     """
-    return _attend(q_BHK[:, None], k_BSGK, v_BSGU, visible_BS[:, None], sinks_H)[:, 0]
+    if jax.default_backend() == "cpu":
+        return _attend_heads(q_BTHK, k_BGSK, v_BGSU, mask_BTS, sinks_H)
+    k_BSGK, v_BSGU = k_BGSK.transpose(0, 2, 1, 3), v_BGSU.transpose(0, 2, 1, 3)
+    return attend_library(q_BTHK, k_BSGK, v_BSGU, mask_BTS, sinks_H)
 
 
 def packed_mask(segment_ids_BT: jax.Array, window: int = 0) -> jax.Array:
@@ -108,10 +111,17 @@ def attend_einsum(
     q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
 ) -> jax.Array:
     """Softmax attention as two products, in float32 between them; returns [B, T, H, U]. The reference, and for CPUs."""
+    return _attend_heads(q_BTHK, k_BSGK.transpose(0, 2, 1, 3), v_BSGU.transpose(0, 2, 1, 3), mask_BTS, sinks_H)
+
+
+def _attend_heads(
+    q_BTHK: jax.Array, k_BGSK: jax.Array, v_BGSU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
+) -> jax.Array:
+    """`attend_einsum` of head-major keys and values."""
     batch, length, num_heads, head_dim = q_BTHK.shape
-    num_kv_heads = k_BSGK.shape[2]
+    num_kv_heads = k_BGSK.shape[1]
     q_BTGRK = q_BTHK.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores_BGRTS = jnp.einsum("BTGRK,BSGK->BGRTS", q_BTGRK * head_dim**-0.5, k_BSGK, preferred_element_type=jnp.float32)
+    scores_BGRTS = jnp.einsum("BTGRK,BGSK->BGRTS", q_BTGRK * head_dim**-0.5, k_BGSK, preferred_element_type=jnp.float32)
     scores_BGRTS = jnp.where(mask_BTS[:, None, None], scores_BGRTS, MASKED)
     # Normalising the output instead of the probabilities halves the time of the whole gradient on CPU.
     largest_BGRT1 = jax.lax.stop_gradient(jnp.max(scores_BGRTS, axis=-1, keepdims=True))
@@ -122,8 +132,8 @@ def attend_einsum(
     sums_BGRT1 = jnp.sum(weights_BGRTS, axis=-1, keepdims=True)
     if sinks_1GR11 is not None:
         sums_BGRT1 += jnp.exp(sinks_1GR11 - largest_BGRT1)
-    output_BGRTU = jnp.einsum("BGRTS,BSGU->BGRTU", weights_BGRTS.astype(v_BSGU.dtype), v_BSGU)
-    output_BGRTU = (output_BGRTU / sums_BGRT1).astype(v_BSGU.dtype)
+    output_BGRTU = jnp.einsum("BGRTS,BGSU->BGRTU", weights_BGRTS.astype(v_BGSU.dtype), v_BGSU)
+    output_BGRTU = (output_BGRTU / sums_BGRT1).astype(v_BGSU.dtype)
     return output_BGRTU.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, -1)
 
 

@@ -3,8 +3,9 @@
 A global layer keeps all positions, position p at slot p. A sliding layer keeps as many as it sees, position p at slot
 p mod window: what a new token overwrites has just left the window of every query to come.
 
-Dimensions: B rows, S positions of the cache, C slots of one layer's cache (S, or the window where that is less), D
-hidden width, G key/value heads, K width of a key head, U width of a value head, V vocabulary.
+Dimensions: B rows of the cache, N rows of a call, T tokens of one of them, S positions of the cache, C slots of one
+layer's cache (S, or the window where that is less), D hidden width, G key/value heads, K width of a key head, U width
+of a value head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from asyncrl_jax.config import ModelConfig
-from asyncrl_jax.models.attention import AttentionSpec, attend_cached, attend_packed
+from asyncrl_jax.models.attention import AttentionSpec, attend_cached
 from asyncrl_jax.models.transformer import Decoder
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, in the compute dtype."""
+    """Keys and values of one layer, in the compute dtype. Head-major, as the products want them."""
 
-    k_BCGK: jax.Array
-    v_BCGU: jax.Array
+    k_BGCK: jax.Array
+    v_BGCU: jax.Array
 
 
 KVCache = tuple[LayerCache, ...]  # of every layer; each array's first dimension is the sequence
@@ -38,50 +39,123 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> KVCache:
     caches = []
     for layer in range(config.num_layers):
         spec = AttentionSpec.of(config, layer)
-        shape = (batch, _num_slots(spec, length), spec.num_kv_heads)
+        shape = (batch, spec.num_kv_heads, _num_slots(spec, length))
         keys = jnp.zeros((*shape, spec.head_dim), config.compute_dtype)
         caches.append(LayerCache(keys, jnp.zeros((*shape, spec.v_head_dim), config.compute_dtype)))
     return tuple(caches)
 
 
-def prefill(decoder: Decoder, tokens_BS: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, KVCache]:
-    """Logits of whole sequences, and a cache of S positions to decode on from.
+def shortest_memory(config: ModelConfig, length: int) -> int:
+    """Positions that every layer keeps of a sequence of up to `length` tokens: the newest, so many of them."""
+    return min(_num_slots(AttentionSpec.of(config, layer), length) for layer in range(config.num_layers))
+
+
+def leading_slots(cache: KVCache, length: int) -> KVCache:
+    """What holds positions below `length`, of sequences that are no longer than that."""
+    return jax.tree.map(lambda array: array[:, :, :length], cache)
+
+
+def with_leading_slots(cache: KVCache, leading: KVCache) -> KVCache:
+    """`cache` with what `leading_slots` gave, changed since, put back."""
+    return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice(whole, part, (0, 0, 0, 0)), cache, leading)
+
+
+def copy_rows(cache: KVCache, sources_N: jax.Array, targets_N: jax.Array) -> KVCache:
+    """Copies sequences; a target of B or more is no row, and its copy is dropped."""
+    return jax.tree.map(
+        lambda array: array.at[targets_N].set(jnp.take(array, sources_N, axis=0, mode="clip"), mode="drop"), cache
+    )
+
+
+def dispatch_for(config: ModelConfig, num_rows: int) -> str:
+    """How experts serve `num_rows` tokens (see `run_experts`).
+
+    Below an assignment or so per expert nearly every expert has work, and computing them all is one product; a CPU
+    takes the arithmetic that this costs harder than an accelerator, which waits for the weights in either case.
+    """
+    if config.dispatch == "dense":
+        return "dense"
+    share = num_rows * config.experts_per_token / config.num_experts
+    enough = 2 if jax.default_backend() == "cpu" else 64
+    return config.dispatch if share >= enough else "dense"
+
+
+def extend(
+    decoder: Decoder,
+    tokens_NT: jax.Array,
+    rows_N: jax.Array,
+    starts_N: jax.Array,
+    lengths_N: jax.Array,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """Several tokens of some sequences: their keys and values enter the cache.
 
     Args:
       decoder: the model.
-      tokens_BS: int32, left-aligned; what follows a sequence's length is ignored.
-      lengths_B: int32, tokens of each sequence; 0 for an unused slot.
+      tokens_NT: int32, left-aligned; what follows a row's length is ignored.
+      rows_N: int32 rows of the cache, each at most once; B or more for none.
+      starts_N: int32; position of a row's first token. The cache must hold all earlier positions that a layer sees;
+        what it holds later is not seen.
+      lengths_N: int32, tokens of each row.
+      cache: see `init_cache`; donate it to `jit` to have it updated in place.
 
     Returns:
-      (float32 logits_BSV, cache). Logits and cache past a sequence's length have no meaning.
+      (the head's input [N, T, D], cache). The former has no meaning past a row's length.
     """
-    batch, length = tokens_BS.shape
-    positions_BS = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
-    one_sequence_BS = jnp.ones((batch, length), jnp.int32)
-    valid_BS = positions_BS < lengths_B[:, None]
-    x_BSD = decoder.embed(tokens_BS)
+    steps_1T = jnp.arange(tokens_NT.shape[1], dtype=jnp.int32)[None]
+    positions_NT, valid_NT = starts_N[:, None] + steps_1T, steps_1T < lengths_N[:, None]
+    dispatch = dispatch_for(decoder.config, tokens_NT.size)
+    x_NTD = decoder.embed(tokens_NT)
     caches = []
-    for layer in decoder.layers:
-        spec, sinks_H = layer.attention.spec, layer.attention.sink_logits()
-        q, k, v = layer.attention.project(layer.normed(x_BSD), positions_BS)
-        x_BSD += layer.attention.output(attend_packed(q, k, v, one_sequence_BS, window=spec.window, sinks_H=sinks_H))
-        x_BSD += layer.feed_forward(x_BSD, valid_BS, "dense")[0]
-        num_slots = _num_slots(spec, length)
-        caches.append(LayerCache(*(_newest(kept, lengths_B, num_slots) for kept in (k, v))))
-    return decoder.head(decoder.final_norm(x_BSD)), tuple(caches)
+    for layer, old in zip(decoder.layers, cache, strict=True):
+        spec, num_slots = layer.attention.spec, old.k_BGCK.shape[2]
+        q, k, v = layer.attention.project(layer.normed(x_NTD), positions_NT)
+        k_NGTK, v_NGTU = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        # A chunk may overwrite what its own first queries see, so it attends to the cache as it was and to itself.
+        k_NGSK, v_NGSU = (
+            jnp.concatenate([jnp.take(kept, rows_N, axis=0, mode="clip"), new], axis=2)
+            for kept, new in zip(old, (k_NGTK, v_NGTU), strict=True)
+        )
+        at_NS = jnp.concatenate([_positions_kept(starts_N, num_slots), jnp.where(valid_NT, positions_NT, -1)], axis=1)
+        distance_NTS = positions_NT[:, :, None] - at_NS[:, None]
+        visible_NTS = (at_NS[:, None] >= 0) & (distance_NTS >= 0)
+        if spec.window:
+            visible_NTS &= distance_NTS < spec.window
+        heads = attend_cached(q, k_NGSK, v_NGSU, visible_NTS, sinks_H=layer.attention.sink_logits())
+        x_NTD += layer.attention.output(heads)
+        x_NTD += layer.feed_forward(x_NTD, valid_NT, dispatch)[0]
+        # Only the newest of each slot is written, so that no slot is written twice.
+        newest_NT = valid_NT & (steps_1T >= lengths_N[:, None] - num_slots)
+        caches.append(_written(old, rows_N, positions_NT, newest_NT, k, v))
+    return decoder.final_norm(x_NTD), tuple(caches)
 
 
-def _newest(kept_BSGK: jax.Array, lengths_B: jax.Array, num_slots: int) -> jax.Array:
-    """[B, C, G, K]: at slot c the newest position p below the length with p mod C = c."""
-    if num_slots == kept_BSGK.shape[1]:
-        return kept_BSGK
-    last_B1 = lengths_B[:, None] - 1
-    position_BC = last_B1 - (last_B1 - jnp.arange(num_slots)[None]) % num_slots
-    return jnp.take_along_axis(kept_BSGK, jnp.maximum(position_BC, 0)[:, :, None, None], axis=1)
+def _positions_kept(starts_N: jax.Array, num_slots: int) -> jax.Array:
+    """[N, C]: the newest position before a row's start that each slot holds; negative for none."""
+    last_N1 = starts_N[:, None] - 1
+    return last_N1 - (last_N1 - jnp.arange(num_slots)[None]) % num_slots
+
+
+def _written(
+    old: LayerCache,
+    rows_N: jax.Array,
+    positions_NT: jax.Array,
+    written_NT: jax.Array,
+    k_NTGK: jax.Array,
+    v_NTGU: jax.Array,
+) -> LayerCache:
+    """The cache with these keys and values, where `written`."""
+    num_heads, num_slots = old.k_BGCK.shape[1:3]
+    slots_NT = jnp.where(written_NT, positions_NT % num_slots, num_slots)  # one past the end is dropped
+    at = rows_N[:, None, None], jnp.arange(num_heads)[None, None], slots_NT[:, :, None]
+    k_BGCK, v_BGCU = (
+        kept.at[at].set(new, mode="drop", unique_indices=True) for kept, new in zip(old, (k_NTGK, v_NTGU), strict=True)
+    )
+    return LayerCache(k_BGCK, v_BGCU)
 
 
 def decode_step(
-    decoder: Decoder, tokens_B: jax.Array, positions_B: jax.Array, cache: KVCache
+    decoder: Decoder, tokens_B: jax.Array, positions_B: jax.Array, active_B: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
     """One token of every sequence: its keys and values enter the cache, and its logits predict the next token.
 
@@ -90,25 +164,23 @@ def decode_step(
       tokens_B: int32.
       positions_B: int32; position of the token in its own sequence, each below the cache's length. The cache must hold
         all earlier positions that a layer sees; what it holds later is not seen.
+      active_B: bool; the cache of other rows stays as it is, and their logits have no meaning.
       cache: see `init_cache`; donate it to `jit` to have it updated in place.
 
     Returns:
       (float32 logits_BV, cache).
     """
     rows_B, positions_B1 = jnp.arange(tokens_B.shape[0]), positions_B[:, None]
-    valid_B1 = jnp.ones(positions_B1.shape, bool)
+    dispatch = dispatch_for(decoder.config, tokens_B.size)
     x_B1D = decoder.embed(tokens_B)[:, None]
     caches = []
     for layer, old in zip(decoder.layers, cache, strict=True):
         q, k, v = layer.attention.project(layer.normed(x_B1D), positions_B1)
-        num_slots = old.k_BCGK.shape[1]
-        k_BCGK = old.k_BCGK.at[rows_B, positions_B % num_slots].set(k[:, 0])
-        v_BCGU = old.v_BCGU.at[rows_B, positions_B % num_slots].set(v[:, 0])
+        new = _written(old, rows_B, positions_B1, active_B[:, None], k, v)
         # Every slot of a sliding layer that was ever written holds a position of the window.
-        visible_BC = jnp.arange(num_slots)[None] <= positions_B1
-        sinks_H = layer.attention.sink_logits()
-        heads_BHU = attend_cached(q[:, 0], k_BCGK, v_BCGU, visible_BC, sinks_H=sinks_H)
-        x_B1D += layer.attention.output(heads_BHU[:, None])
-        x_B1D += layer.feed_forward(x_B1D, valid_B1, "dense")[0]
-        caches.append(LayerCache(k_BCGK, v_BCGU))
+        visible_B1C = (jnp.arange(old.k_BGCK.shape[2])[None] <= positions_B1)[:, None]
+        heads = attend_cached(q, *new, visible_B1C, sinks_H=layer.attention.sink_logits())
+        x_B1D += layer.attention.output(heads)
+        x_B1D += layer.feed_forward(x_B1D, active_B[:, None], dispatch)[0]
+        caches.append(new)
     return decoder.head(decoder.final_norm(x_B1D))[:, 0], tuple(caches)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from asyncrl_jax.models.attention import attend_einsum, packed_mask
 from asyncrl_jax.models.cpu.attention import MOST_BLOCKS, SMALLEST_BLOCK, attend_rows, query_blocks
-from asyncrl_jax.models.cpu.experts import block_rows, run_sorted
+from asyncrl_jax.models.cpu.experts import FEW_ASSIGNMENTS, block_rows, run_sorted
 from asyncrl_jax.models.experts import Experts, run_blocks, run_experts
 from asyncrl_jax.models.router import NO_EXPERT
 
@@ -99,6 +99,29 @@ def test_sorted_experts_equal_the_plain_ones(layer, rows):
         assert_same(got, plain_experts("dense")(*layer, ids))
         assert_same(got, plain_experts("blocks")(*layer, ids))
     assert sorted_rows(rows)._cache_size() == 1  # another load compiles nothing
+
+
+@functools.cache
+def without_gradient(few):
+    def run(x, w, g, u, d, ids):
+        if not few:  # the same rows four times over, which are not few
+            x, w, ids = (jnp.tile(array, (4, 1)) for array in (x, w, ids))
+        return run_sorted(x, ids, w, g, u, d, 16)[:N]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("kind", ["even", "skewed", "nobody"])
+def test_sorted_experts_without_a_gradient_equal_the_plain_ones(layer, kind, few):
+    """Few rows go through one product of all experts, as far as shares are even, and through blocks beyond that."""
+    assert N * A < FEW_ASSIGNMENTS * E <= 4 * N * A
+    ids = choices(kind)
+    assert_same(without_gradient(few)(*layer, ids), plain_experts("dense")(*layer, ids)[0])
+    x, *rest = layer
+    nobody = jnp.all(ids == NO_EXPERT, axis=1)[:, None]
+    again = without_gradient(few)(jnp.where(nobody, jnp.nan, x), *rest, ids)  # may hold anything
+    np.testing.assert_array_equal(again, without_gradient(few)(*layer, ids))
 
 
 def test_an_expert_without_rows_gets_no_gradient_and_padding_gives_none(layer):

@@ -13,13 +13,13 @@ import pytest
 from asyncrl_jax.learner.balance import switch_balance_loss
 from asyncrl_jax.models import (
     decode_step,
+    extend,
     from_hf,
     from_tensors,
     graph_of,
     init_cache,
     merge,
     params_of,
-    prefill,
     to_hf,
 )
 
@@ -131,21 +131,28 @@ def test_what_is_exported_transformers_loads_with_the_same_logits(given, tmp_pat
 
 
 def test_cached_decoding_equals_the_whole_sequence(given):
-    """Rows are at positions of their own, and run past the sliding window; the second starts from a longer prefill."""
+    """Rows are at positions of their own, and run past the sliding window; the second starts from two chunks."""
     *_, decoder = given
     config, params, expected = decoder.config, params_of(decoder), logits_of(decoder)
     graph, length = graph_of(config), TOKENS_BT.shape[1]
-    fed = np.array([1, 6])
-    logits, cache = jax.jit(lambda params, *args: prefill(merge(graph, params), *args))(params, TOKENS_BT, fed)
-    assert [leaf.shape for leaf in jax.tree.leaves(cache)] == [
-        leaf.shape for leaf in jax.tree.leaves(init_cache(config, 2, length))
-    ]
-    for row in range(2):
-        assert difference(logits[row, : fed[row]], expected[row, : fed[row]]) < LIMIT
+
+    def chunk(params, *args):
+        decoder = merge(graph, params)
+        x_NTD, cache = extend(decoder, *args)
+        return decoder.head(x_NTD), cache
+
+    cache, fed, chunk = init_cache(config, 2, length), np.zeros(2, int), jax.jit(chunk)
+    for lengths in (np.array([1, 4]), np.array([0, 5])):
+        at = np.minimum(fed[:, None] + np.arange(5)[None], length - 1)
+        logits, cache = chunk(params, np.take_along_axis(TOKENS_BT, at, 1), np.arange(2), fed, lengths, cache)
+        for row in range(2):
+            wanted = expected[row, fed[row] : fed[row] + lengths[row]]
+            assert not len(wanted) or difference(logits[row, : lengths[row]], wanted) < LIMIT
+        fed = fed + lengths
     step = jax.jit(lambda params, *args: decode_step(merge(graph, params), *args))
     while fed.min() < length:
         at = np.minimum(fed, length - 1)
-        logits, cache = step(params, TOKENS_BT[[0, 1], at], at, cache)
+        logits, cache = step(params, TOKENS_BT[[0, 1], at], at, fed < length, cache)
         for row in np.flatnonzero(fed < length):
             assert difference(logits[row], expected[row, at[row]]) < LIMIT
         fed = fed + 1

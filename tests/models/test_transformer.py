@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from asyncrl_jax.config import ModelConfig
-from asyncrl_jax.models import Decoder, decode_step, graph_of, init_cache, init_params, merge, params_of, prefill
+from asyncrl_jax.models import Decoder, decode_step, extend, graph_of, init_cache, init_params, merge, params_of
 
 CONFIG = ModelConfig(
     num_layers=2, hidden_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, num_experts=4, expert_dim=12, vocab_size=11,
@@ -95,28 +95,58 @@ def test_logits_equal_the_numpy_decoder(params, tokens_BT, dispatch):
         np.testing.assert_allclose(row, expected, rtol=1e-4, atol=1e-4)
 
 
+@functools.cache
+def compiled():
+    """(extend with logits, decode_step) of the model, compiled."""
+
+    def extended(params, *args):
+        decoder = merge(graph_of(CONFIG), params)
+        x_NTD, cache = extend(decoder, *args)
+        return decoder.head(x_NTD), cache
+
+    return jax.jit(extended), jax.jit(lambda params, *args: decode_step(merge(graph_of(CONFIG), params), *args))
+
+
 def test_decoding_through_the_cache_equals_the_whole_sequence(params, tokens_BT):
-    """Every slot is at its own position: row b starts b steps later than row 0."""
-    expected = logits_of(params, tokens_BT)
-    step = jax.jit(lambda *args: decode_step(merge(graph_of(CONFIG), params), *args))
+    """Every slot is at its own position: row b starts b steps later than row 0, and rests at the end."""
+    expected, (_, step) = logits_of(params, tokens_BT), compiled()
     cache = init_cache(CONFIG, 3, CONFIG.max_positions)
     for tick in range(T + 2):
         at = np.clip(tick - np.arange(3), 0, T - 1)
-        logits, cache = step(tokens_BT[np.arange(3), at], at, cache)
-        for row in np.flatnonzero((tick >= np.arange(3)) & (tick - np.arange(3) < T)):
+        active = (tick >= np.arange(3)) & (tick - np.arange(3) < T)
+        logits, cache = step(params, tokens_BT[np.arange(3), at], at, active, cache)
+        for row in np.flatnonzero(active):
             np.testing.assert_allclose(logits[row], expected[row, at[row]], rtol=1e-4, atol=1e-5)
 
 
-def test_prefill_leaves_a_cache_to_decode_on_from(params, tokens_BT):
-    lengths = np.array([4, 0, 7])
-    garbage = np.where(np.arange(T)[None] < lengths[:, None], tokens_BT, 5)
-    logits, cache = jax.jit(lambda *args: prefill(merge(graph_of(CONFIG), params), *args))(garbage, lengths)
-    expected = logits_of(params, tokens_BT)
-    for row, length in enumerate(lengths):
-        np.testing.assert_allclose(logits[row, :length], expected[row, :length], rtol=1e-4, atol=1e-5)
-    step = jax.jit(lambda *args: decode_step(merge(graph_of(CONFIG), params), *args))
-    step_logits, _ = step(tokens_BT[np.arange(3), lengths], lengths, cache)
-    np.testing.assert_allclose(step_logits, expected[np.arange(3), lengths], rtol=1e-4, atol=1e-5)
+def test_a_row_that_rests_keeps_its_cache(params, tokens_BT):
+    _, step = compiled()
+    cache = jax.tree.map(lambda zeros: zeros + 1.0, init_cache(CONFIG, 3, CONFIG.max_positions))
+    _, after = step(params, tokens_BT[:, 0], np.array([2, 2, 2]), np.array([True, False, True]), cache)
+    for leaf in jax.tree.leaves(after):
+        assert np.all(leaf[1] == 1.0)
+        assert not np.all(leaf[0] == 1.0)
+
+
+def test_chunks_of_any_size_leave_a_cache_to_decode_on_from(params, tokens_BT):
+    """Row 0 of the cache gets 4 tokens and then none, row 2 gets 3 and then 4, and row 1 nothing."""
+    expected, (chunk, step) = logits_of(params, tokens_BT), compiled()
+    cache = init_cache(CONFIG, 3, CONFIG.max_positions)
+    filled = {0: 0, 2: 0}
+    for rows, lengths in (([0, 2], [4, 3]), ([2, 3], [4, 0])):  # row 3 is none
+        starts = np.array([filled.get(row, 0) for row in rows])
+        tokens = np.full((2, 5), 5)
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            tokens[i, :length] = tokens_BT[row % 3, starts[i] : starts[i] + length]
+        logits, cache = chunk(params, tokens, np.array(rows), starts, np.array(lengths), cache)
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            wanted = expected[row % 3, starts[i] : starts[i] + length]
+            np.testing.assert_allclose(logits[i, :length], wanted, rtol=1e-4, atol=1e-5)
+            if row in filled:
+                filled[row] += length
+    at = np.array([filled[0], 0, filled[2]])
+    logits, _ = step(params, tokens_BT[np.arange(3), at], at, np.ones(3, bool), cache)
+    np.testing.assert_allclose(logits, expected[np.arange(3), at], rtol=1e-4, atol=1e-5)
 
 
 def test_a_position_depends_on_no_later_token(params, tokens_BT):

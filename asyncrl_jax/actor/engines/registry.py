@@ -30,6 +30,10 @@ def make_engine(config: Config, *, num_sessions: int = 0, number: int = 0) -> En
             max_tokens=max_tokens,
             canary_tolerance=config.weights.canary_tolerance,
             swap_at=swap_at,
+            block_steps=config.actor.block_steps,
+            prefill_tokens=config.actor.prefill_tokens,
+            share_prefixes=config.actor.prefix_reuse,
+            batch_invariant=config.deterministic,
         )
         return SlotSharing(engine) if num_sessions > slots else engine
     from asyncrl_jax.actor.engines.vllm_backend import Backend

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 
 from asyncrl_jax.models.router import NO_EXPERT
 
-# Rows of one block, by the least balanced share of an expert that it is best for; 16 is slower everywhere.
+FEW_ASSIGNMENTS = 32  # below so many an expert, on average
+_OVERFLOW_ROWS = 8
+# Rows of one block, by the least balanced share of an expert that it is best for.
 BLOCK_ROWS = ((1024, 128), (256, 64), (0, 32))
 
 
@@ -62,7 +64,49 @@ def run_sorted(
       gate_EDF, up_EDF, down_EFD: float32 weights of the experts.
       rows: K, see `block_rows`.
     """
-    return _forward(x_ND, ids_NA, weights_NA, gate_EDF, up_EDF, down_EFD, rows)[0]
+    if ids_NA.size < FEW_ASSIGNMENTS * len(gate_EDF):
+        return _run_few(x_ND, ids_NA, weights_NA, gate_EDF, up_EDF, down_EFD)
+    return _run_blocks(x_ND, ids_NA, weights_NA, (gate_EDF, up_EDF, down_EFD), rows, for_gradient=False)[0]
+
+
+def _run_few(
+    x_ND: jax.Array,
+    ids_NA: jax.Array,
+    weights_NA: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+) -> jax.Array:
+    """`run_sorted` of a decode step, without gradient: reading the weights is most of it, and taking them out one
+    expert at a time would copy them all. So as many rows of every expert as are its balanced share go through one
+    batched product, which reads them in place, and what is left goes through blocks.
+    """
+    num_experts, choices = len(gate_EDF), ids_NA.shape[1]
+    first = _OVERFLOW_ROWS * -(-ids_NA.size // (num_experts * _OVERFLOW_ROWS))
+    order = _sort(ids_NA, num_experts, max(first, _OVERFLOW_ROWS))
+
+    def of(x_KD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
+        return jnp.matmul(jax.nn.silu(jnp.matmul(x_KD, gate_DF)) * jnp.matmul(x_KD, up_DF), down_FD)
+
+    places_EC = order.start_E[:, None] + jnp.arange(first, dtype=jnp.int32)[None]
+    x_ECD = _take(x_ND, _take(order.assignment_S, places_EC) // choices)
+    y_ECD = of(x_ECD, gate_EDF, up_EDF, down_EFD)
+    ends_E = jnp.cumsum(-(-jnp.maximum(order.count_E - first, 0) // _OVERFLOW_ROWS))
+
+    def block(index: jax.Array, y_SD: jax.Array) -> jax.Array:
+        expert = jnp.sum(ends_E <= index, dtype=jnp.int32)
+        before = jnp.where(expert > 0, ends_E[expert - 1], 0)
+        at = order.start_E[expert] + first + (index - before) * _OVERFLOW_ROWS
+        x_KD = _take(x_ND, jax.lax.dynamic_slice_in_dim(order.assignment_S, at, _OVERFLOW_ROWS) // choices)
+        return _put(y_SD, of(x_KD, gate_EDF[expert], up_EDF[expert], down_EFD[expert]), at)
+
+    (start_SD,) = _zeros(order, (ids_NA.size + _OVERFLOW_ROWS, x_ND.shape[1]))
+    y_SD = jax.lax.fori_loop(0, ends_E[-1], block, start_SD)
+    # Where each assignment's row is: in the product's output, or after it, at its place.
+    nth_NA = order.place_NA - _take(order.start_E, jnp.maximum(ids_NA, 0))
+    row_NA = jnp.where(nth_NA < first, jnp.maximum(ids_NA, 0) * first + nth_NA, num_experts * first + order.place_NA)
+    rows_RD = jnp.concatenate([y_ECD.reshape(-1, x_ND.shape[1]), y_SD])
+    return _sum_of_assignments(rows_RD, order._replace(place_NA=row_NA), weights_NA, ids_NA != NO_EXPERT)
 
 
 def _sort(ids_NA: jax.Array, num_experts: int, rows: int) -> _Order:
@@ -90,9 +134,15 @@ def _zeros(order: _Order, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
     return tuple(jnp.full(shape, varying) for shape in shapes)
 
 
-def _sum_of_assignments(rows_SD: jax.Array, order: _Order, weights_NA: jax.Array | None = None) -> jax.Array:
+def _sum_of_assignments(
+    rows_SD: jax.Array,
+    order: _Order,
+    weights_NA: jax.Array | None = None,
+    assigned_NA: jax.Array | None = None,
+) -> jax.Array:
     """[N, D]: Σ over the assignments of each row, without what no expert computed."""
-    assigned_NA = order.place_NA < jnp.sum(order.count_E)
+    if assigned_NA is None:
+        assigned_NA = order.place_NA < jnp.sum(order.count_E)
 
     def part(choice: int) -> jax.Array:
         part_ND = _take(rows_SD, order.place_NA[:, choice])
@@ -122,7 +172,22 @@ def _forward(
     down_EFD: jax.Array,
     rows: int,
 ) -> tuple[jax.Array, Residuals]:
-    num_experts, width, expert_width = gate_EDF.shape
+    y_ND, residuals = _run_blocks(x_ND, ids_NA, weights_NA, (gate_EDF, up_EDF, down_EFD), rows, for_gradient=True)
+    assert residuals is not None
+    return y_ND, residuals
+
+
+def _run_blocks(
+    x_ND: jax.Array,
+    ids_NA: jax.Array,
+    weights_NA: jax.Array,
+    experts: tuple[jax.Array, ...],
+    rows: int,
+    *,
+    for_gradient: bool,
+) -> tuple[jax.Array, Residuals | None]:
+    """(output, what the gradient needs)."""
+    num_experts, width, expert_width = experts[0].shape
     choices, length = ids_NA.shape[1], ids_NA.size + rows
     order = _sort(ids_NA, num_experts, rows)
     # The last block may run over into rows of no expert. They weigh 0, and 0 times what they hold must be 0.
@@ -136,16 +201,19 @@ def _forward(
             x_KD = _take(x_ND, jax.lax.dynamic_slice_in_dim(order.assignment_S, at, rows) // choices)
             gate_KF, up_KF = x_KD @ gate_DF, x_KD @ up_DF
             y_KD = (jax.nn.silu(gate_KF) * up_KF) @ down_FD
-            return tuple(_put(whole, part, at) for whole, part in zip(stored, (y_KD, gate_KF, up_KF), strict=True))
+            # Without a gradient only the first is stored.
+            return tuple(_put(whole, part, at) for whole, part in zip(stored, (y_KD, gate_KF, up_KF), strict=False))
 
         return _over_blocks(count, rows, block, stored), None
 
-    start = _zeros(order, (length, width), (length, expert_width), (length, expert_width))
-    shares = (gate_EDF, up_EDF, down_EFD, order.start_E, order.count_E)
-    (y_SD, gate_SF, up_SF), _ = jax.lax.scan(expert, start, shares)
-    y_ND = _sum_of_assignments(y_SD, order, weights_NA)
+    hidden = ((length, expert_width), (length, expert_width)) if for_gradient else ()
+    start = _zeros(order, (length, width), *hidden)
+    stored, _ = jax.lax.scan(expert, start, (*experts, order.start_E, order.count_E))
+    y_ND = _sum_of_assignments(stored[0], order, weights_NA)
+    if not for_gradient:
+        return y_ND, None
     weights_NA = jnp.where(ids_NA == NO_EXPERT, 0.0, weights_NA)
-    return y_ND, (x_ND, weights_NA, (gate_EDF, up_EDF, down_EFD), order, gate_SF, up_SF)
+    return y_ND, (x_ND, weights_NA, experts, order, stored[1], stored[2])
 
 
 def _backward(rows: int, residuals: Residuals, grad_ND: jax.Array) -> tuple[Any, ...]:
