@@ -73,7 +73,7 @@ def dispatch_for(config: ModelConfig, num_rows: int) -> str:
     Below an assignment or so per expert nearly every expert has work, and computing them all is one product; a CPU
     takes the arithmetic that this costs harder than an accelerator, which waits for the weights in either case.
     """
-    if config.dispatch == "dense":
+    if config.dispatch == "dense" or not config.num_experts:
         return "dense"
     share = num_rows * config.experts_per_token / config.num_experts
     enough = 2 if jax.default_backend() == "cpu" else 64
