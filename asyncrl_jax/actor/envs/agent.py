@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
 import math
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,7 +175,34 @@ class AgentEpisode:
 
 async def _run(program: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(program):
-        result = await program(**arguments)
-    else:
-        result = await asyncio.to_thread(program, **arguments)
-    return result
+        return await program(**arguments)
+    return await _in_thread_of_its_own(functools.partial(program, **arguments))
+
+
+async def _in_thread_of_its_own(call: Callable[[], Any]) -> Any:
+    """What `call` returns. A pool would make agents wait for each other, and the actor's own calls for agents.
+
+    A call that is given up goes on until it ends; it does not keep the process.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Any] = loop.create_future()
+
+    def tell(result: Any, error: BaseException | None) -> None:
+        if ended.done():  # given up
+            return
+        if error is None:
+            ended.set_result(result)
+        else:
+            ended.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as raised:  # noqa: BLE001, whoever waits is told
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await ended

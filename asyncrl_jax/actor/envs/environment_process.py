@@ -16,6 +16,7 @@ import mmap
 import os
 import sys
 from collections.abc import Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from asyncrl_jax.actor.envs.text import TextEnvironment, TextEnvironmentFactory
@@ -24,6 +25,7 @@ from asyncrl_jax.lifetime import die_with_parent
 from asyncrl_jax.types import Task
 
 MARK_BYTES = 8
+MAX_THREADS = 256
 LINE_BYTES = 16 * 2**20
 
 
@@ -65,6 +67,8 @@ class _Server:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
+        # Many environments call their code in a thread; in a pool of the usual size episodes would wait for each other.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS))
         reader = asyncio.StreamReader(limit=LINE_BYTES)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         self._answer({})

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -141,6 +142,37 @@ def test_an_agent_is_trained_on_exactly_the_tokens_it_caused():
 def test_a_blocking_client_and_a_stream_will_do():
     trajectory, _ = _play(blocking_agent, "yes")
     assert trajectory.success
+
+
+NUM_TOGETHER = 48  # more than a pool of threads has
+_together = threading.Barrier(NUM_TOGETHER, timeout=20)
+
+
+def patient_agent(seed, level, split, base_url, api_key):
+    """Goes on when all are there."""
+    _together.wait()
+    return blocking_agent(seed, level, split, base_url, api_key)
+
+
+def test_orch_06_blocking_agents_wait_neither_for_each_other_nor_does_the_actor_for_them():
+    async def run():
+        endpoint = Endpoint("127.0.0.1", 0)
+        try:
+            source = AgentEnvironments(f"{__name__}:patient_agent", 3, ByteFormat(), endpoint)
+            task = Task(source.name, "train", 2, 3)
+            config = EpisodeConfig(EnvironmentConfig(max_tokens=2000), RewardConfig())
+            playing = [
+                run_episode(ScriptedPolicy((*b"yes", END)), source(), task, seed=0, temperature=1.0, config=config)
+                for _ in range(NUM_TOGETHER)
+            ]
+            everyone = asyncio.gather(*playing)
+            await asyncio.sleep(0.2)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 5) == "free"
+            return await everyone
+        finally:
+            await endpoint.close()
+
+    assert all(trajectory.success for trajectory in asyncio.run(run()))
 
 
 def test_tools_are_offered_called_and_answered_as_the_client_knows_it():
