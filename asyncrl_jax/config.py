@@ -328,6 +328,13 @@ class Config:
             self.actor.num_hosts,
             f"between {name}.min_actors = {scale.min_actors} and {name}.max_actors = {scale.max_actors}: it starts so",
         )
+        others, rows = self.mesh.batch_shards // self.mesh.data, self.learner.microbatch_rows
+        require(
+            all(rows % (copies * others) == 0 for copies in scale.learner_copies),
+            f"{name}.learner_copies",
+            scale.learner_copies,
+            f"times mesh.fsdp × mesh.expert = {others} must divide learner.microbatch_rows = {rows}",
+        )
         cost = fleet.hourly_cost(self.actor.num_hosts) + scale.learner_price * self.mesh.data
         require(
             scale.hourly_budget == 0 or cost <= scale.hourly_budget,

@@ -149,6 +149,7 @@ class LocalRun:
         self._supervisor = Supervisor(notify=self._say)
         self._supervisor.restarts.update(read_restarts(run_dir))
         self._fleet = LocalFleet(self._supervisor, self._actor)
+        self._copies: int | None = None  # of the weights, in the mesh of the learner that runs
 
     def execute(self) -> int:
         """Runs the session; every process that it started has ended when it returns."""
@@ -193,7 +194,7 @@ class LocalRun:
         client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), password, answer_s=_ANSWER_S)
         for part in self._parts():
             self._supervisor.start(part)
-        self._follow_fleet(patient)
+        self._follow_orders(patient)
         write_record(self._run_dir, config, self._environment)
         closed = self._watch(client)
         if self._signal is not None or closed is not None:
@@ -220,10 +221,10 @@ class LocalRun:
         self._config = override(self._config, changes)
 
     def _parts(self) -> list[Part]:
-        """All but the actors."""
+        """All but learner and actors, which follow orders."""
         standbys = range(1, self._config.orchestrator.num_instances)
         orchestrators = ["orchestrator", *(f"orchestrator-{index}" for index in standbys)]
-        return [self._part("learner", "learner"), *(self._part(name, "orchestrator") for name in orchestrators)]
+        return [self._part(name, "orchestrator") for name in orchestrators]
 
     def _actor(self, name: str) -> Part:
         return self._part(name, "actor", f"--actor_id={name}")
@@ -234,17 +235,28 @@ class LocalRun:
         environment = learner_environment(self._environment) if role == "learner" else self._environment
         return Part(name, lambda: spawn(command, environment, path), path)
 
-    def _follow_fleet(self, client: redis_client.Redis) -> None:
-        """Has as many actors as the orchestrator asks for; before it asked, as many as the settings say."""
+    def _follow_orders(self, client: redis_client.Redis) -> None:
+        """Has the learner and as many actors as the orchestrator asks for; before it asked, as the settings say."""
+        asked = Steering(client, Keys(self._config.redis.namespace)).directives()
+        self._run_learner(asked.learner_copies or self._config.mesh.data)
         fleet = self._config.orchestrator.fleet
         if fleet.kind != "local":
             return  # the orchestrator asks a cluster for them
-        asked = Steering(client, Keys(self._config.redis.namespace)).directives().fleet_size
-        members = fleet.members(self._config.actor.num_hosts if asked is None else asked)
+        members = fleet.members(self._config.actor.num_hosts if asked.fleet_size is None else asked.fleet_size)
         if members != (before := self._fleet.sizes()):
             self._fleet.resize(members)
             if before:
                 self._say(f"the fleet is to have {', '.join(f'{size} × {name}' for name, size in members.items())}")
+
+    def _run_learner(self, copies: int) -> None:
+        """Starts it, or starts it again on another mesh: it resumes from its checkpoint."""
+        if copies == self._copies:
+            return
+        if self._copies is not None:
+            self._say(f"the learner is started again with mesh.data = {copies}")
+            self._supervisor.retire("learner")
+        self._copies = copies
+        self._supervisor.start(self._part("learner", "learner", f"--config.mesh.data={copies}"))
 
     def _make_demonstrations(self) -> None:
         """Writes the demonstrations that the config asks for and that aren't there yet."""
@@ -303,7 +315,7 @@ class LocalRun:
         try:
             snapshot = read_snapshot(client, Keys(self._config.redis.namespace))
             if not snapshot.ending(self._config.learner.num_updates):
-                self._follow_fleet(client)
+                self._follow_orders(client)
             return snapshot
         except (RedisUnavailable, redis_client.RedisError):
             return None

@@ -277,7 +277,8 @@ def _bound(states: States, scene: Scene, config: Config) -> lag.Decided:
 def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, token_updates: int) -> autoscale.Observed:
     """What the size of the fleet follows from. Cost: linear in its members."""
     beat, slots = scene.learner_beat, config.actor.slots
-    alive, drained, running, in_service = set[int](), set[int](), 0.0, 0
+    episodes = max(slots, config.actor.episodes)
+    alive, drained, busy, in_service = set[int](), set[int](), 0.0, 0
     looks = config.orchestrator.autoscale.enabled or state.target < state.size
     for place, name in enumerate(config.orchestrator.fleet.names(state.size) if looks else ()):
         actor = scene.actor_beats.get(name)
@@ -288,7 +289,7 @@ def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, to
             if actor.get("drained") and not _number(actor, "evaluating"):
                 drained.add(place)
         else:
-            running += min(_number(actor, "running"), slots)
+            busy += min(max(_number(actor, "running") / episodes, _number(actor, "generating") / slots), 1.0)
             in_service += 1
     by_lag = _by_lag(beat.get("by_lag"))
     tokens = sum(found.tokens for found in by_lag.values())
@@ -297,7 +298,7 @@ def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, to
     return autoscale.Observed(
         now=scene.now,
         starved=min(max(_number(beat, "starved_share"), 0.0), 1.0),
-        busy=running / (in_service * slots) if in_service else 0.0,
+        busy=busy / in_service if in_service else 0.0,
         stale=mean_lag / token_updates if token_updates else 0.0,
         level=level,
         alive=frozenset(alive),

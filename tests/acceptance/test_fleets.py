@@ -157,7 +157,7 @@ def test_actors_on_ray_are_scaled_up_and_down_a_node_dies_and_nothing_is_lost(tm
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     variables = {DELAY_FILE: str(tmp_path / "delay"), "PYTHONPATH": str(Path(__file__).parent), "JAX_PLATFORMS": "cpu"}
-    cluster = RayCluster(tmp_path, variables)
+    cluster = RayCluster(variables)
     try:
         cluster.start("head", {"actor": 1}, head=True)
         cluster.start("second", {"actor": 3})

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -32,8 +34,8 @@ ENVIRONMENT = {
 class RayCluster:
     """A head and any number of further nodes, each with the class resources that it is given."""
 
-    def __init__(self, directory: Path, environment: dict[str, str] | None = None):
-        self._directory = directory
+    def __init__(self, environment: dict[str, str] | None = None):
+        self._directory = Path(tempfile.mkdtemp(prefix="ray-"))  # short: names of sockets are at most 107 long
         self._environment = {**os.environ, **ENVIRONMENT, **(environment or {})}
         self._started: list[str] = []
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -75,7 +77,7 @@ class RayCluster:
             with socket.socket() as probe:
                 if probe.connect_ex((host, int(port))) == 0:
                     return
-            assert time.monotonic() < deadline, "the head does not listen"
+            assert time.monotonic() < deadline, (self._directory / "head.log").read_text()
             time.sleep(0.1)
 
     def kill(self, name: str) -> None:
@@ -91,6 +93,7 @@ class RayCluster:
     def close(self) -> None:
         for name in reversed(list(self._processes)):
             self.kill(name)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def free_port() -> int:

@@ -20,11 +20,11 @@ from asyncrl_jax.orchestrator.fleets.ray import RayFleet  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster():
     patch = pytest.MonkeyPatch()
     for name, value in ENVIRONMENT.items():
         patch.setenv(name, value)
-    made = RayCluster(tmp_path_factory.mktemp("ray"), {"PYTHONPATH": os.path.dirname(__file__)})
+    made = RayCluster({"PYTHONPATH": os.path.dirname(__file__)})
     made.start("head", {"cheap": 2}, head=True)
     made.start("dear", {"dear": 1, "cheap": 1})
     yield made

@@ -16,6 +16,10 @@ import pytest
 from asyncrl_jax.config import Config
 from asyncrl_jax.config_file import read_config, write_config
 from asyncrl_jax.local import run
+from asyncrl_jax.local.environment import redis_password
+from asyncrl_jax.transport.connection import connect
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.steering import Directives, Steering
 
 LAUNCH = str(Path(__file__).with_name("launch.py"))
 FOREVER = "100000"
@@ -213,3 +217,21 @@ def test_a_finished_run_resumes_to_one_line(tmp_path, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert f"finished, with {updates} updates" in line
     assert "--config.learner.num_updates=" in line
+
+
+def test_the_launcher_has_the_actors_and_the_learner_that_the_orchestrator_asks_for(tmp_path):
+    run_dir = tmp_path / "run"
+    with running_launcher(run_dir) as launcher:
+        config = read_config(run_dir / "config.json")
+        steering = Steering(connect(config.redis, redis_password(config.redis)), Keys(config.redis.namespace))
+        first = parts(launcher.pid)
+        steering.commit({}, Directives(fleet_size=3))
+        wait_for(lambda: "actor-2" in parts(launcher.pid), launcher)
+        steering.commit({}, Directives(fleet_size=1, learner_copies=2))
+        wait_for(lambda: not {"actor-1", "actor-2"} & parts(launcher.pid).keys(), launcher)
+        wait_for(lambda: parts(launcher.pid).get("learner", first["learner"]) != first["learner"], launcher)
+        command = Path(f"/proc/{parts(launcher.pid)['learner']}/cmdline").read_text().split("\0")
+        assert "--config.mesh.data=2" in command
+        assert {name: parts(launcher.pid)[name] for name in ("actor-0", "orchestrator", "redis")} == {
+            name: first[name] for name in ("actor-0", "orchestrator", "redis")
+        }, "nobody else is touched"

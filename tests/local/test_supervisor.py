@@ -187,3 +187,27 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_retired_part_ends_and_is_forgotten_and_the_run_goes_on(tmp_path, supervisor):
+    supervisor.start(shell(tmp_path, "actor-0", SLEEP))
+    supervisor.start(shell(tmp_path, "actor-1", SLEEP))
+    retired = supervisor.process("actor-1")
+    supervisor.retire("actor-1")
+    assert poll_until(supervisor, lambda: retired.poll() is not None) is None
+    assert supervisor.poll(ending=False) is None, "its end does not end the run"
+    assert supervisor.process("actor-0").poll() is None
+    assert supervisor.restarts == {}
+    with pytest.raises(KeyError):
+        supervisor.process("actor-1")
+
+
+def test_a_retired_part_that_does_not_close_is_killed(tmp_path, supervisor, monkeypatch):
+    monkeypatch.setattr(module, "STOP_S", 0.2)
+    script = "trap '' TERM; echo > ready; while :; do sleep 0.1; done".replace("ready", str(tmp_path / "ready"))
+    supervisor.start(shell(tmp_path, "actor-0", script))
+    deaf = supervisor.process("actor-0")
+    poll_until(supervisor, (tmp_path / "ready").exists)
+    supervisor.retire("actor-0")
+    poll_until(supervisor, lambda: deaf.poll() is not None)
+    assert deaf.returncode == -signal.SIGKILL

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from asyncrl_jax.config import Config, LearnerConfig, RedisConfig, override
 from asyncrl_jax.config_file import write_config
 from asyncrl_jax.orchestrator.console import run_command
 from asyncrl_jax.orchestrator.loop import Orchestrator
+from asyncrl_jax.transport.fencing import Deposed, Fence, Leadership
 from asyncrl_jax.transport.groups import GroupWriter
 from asyncrl_jax.transport.tasks import TaskStream
 from asyncrl_jax.types import LearnerState, Outcome, WeightVersion
@@ -228,3 +230,16 @@ def test_the_number_of_actors_by_hand_drains_the_last_ones_before_the_fleet_shri
     assert not space.steering.directives().actors
     with pytest.raises(ValueError, match="a number of actors, 1 or more"):
         asyncrl("set actors=0")
+
+
+def test_a_cluster_is_asked_only_after_redis_has_taken_the_round(asyncrl):
+    """A leader that has been succeeded is refused the write, and then asks for nothing."""
+    space, asked = asyncrl.space, []
+    keeper = SimpleNamespace(ask=asked.append)
+    Orchestrator.on(space.client, space.keys, asyncrl.config, None, None, keeper).tick()
+    assert asked == [{"actor": 2}]
+    assert Leadership(space.client, space.keys, "another").acquire(60.0) is not None
+    stale = Orchestrator.on(space.client, space.keys, asyncrl.config, Fence(space.keys.leader, "stale"), None, keeper)
+    with pytest.raises(Deposed):
+        stale.tick()
+    assert len(asked) == 1
