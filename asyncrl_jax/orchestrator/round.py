@@ -289,7 +289,10 @@ def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, to
             if actor.get("drained") and not _number(actor, "evaluating"):
                 drained.add(place)
         else:
-            busy += min(max(_number(actor, "running") / episodes, _number(actor, "generating") / slots), 1.0)
+            share = _number(actor, "running") / episodes
+            if episodes > slots:  # then its engine may be full before it is
+                share = max(share, _number(actor, "generating") / slots)
+            busy += min(share, 1.0)
             in_service += 1
     by_lag = _by_lag(beat.get("by_lag"))
     tokens = sum(found.tokens for found in by_lag.values())
@@ -364,7 +367,8 @@ def _directives(
     for actor, count in states.orders.items():
         actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), replace=count)
     scaled = states.autoscale
-    leaving = config.orchestrator.fleet.names(scaled.highest)[scaled.target :]
+    some_left = scaled.highest > scaled.target
+    leaving = config.orchestrator.fleet.names(scaled.highest)[scaled.target :] if some_left else []
     by_hand = [name.removeprefix("drain.") for name, value in operator.items() if name.startswith("drain.") and value]
     for actor in (*leaving, *by_hand):
         actors[actor] = dataclasses.replace(actors.get(actor, ActorOrder()), drain=True)
