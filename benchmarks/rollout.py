@@ -2,8 +2,9 @@
 
     python -m benchmarks.rollout [--vllm .venv-vllm/bin/python] [--tunix PYTHON] [--repeats 3]
 
-Every engine runs in a process of its own, with the interpreter of an environment that has it; one that is not named is
-left out. `ratio_to_vllm` and `ratio_to_tunix` are the JAX engine's tokens a second over theirs. The last line is JSON.
+Every engine runs in processes of its own, pinned to one core, with the interpreter of an environment that has it; one
+that is not named is left out. `ratio_to_vllm` and `ratio_to_tunix` are the JAX engine's tokens a second over theirs. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ._core import pin_to_one_core
 
 ROOT = Path(__file__).parents[1]
 ONE_THREAD = {
@@ -43,6 +46,7 @@ def main() -> int:
     parser.add_argument("--tunix", default="", help="interpreter that has google-tunix")
     parser.add_argument("--repeats", type=int, default=3, help="runs of which the best counts")
     args = parser.parse_args()
+    pin_to_one_core()  # what JAX is told of threads does not hold for all of its kernels
     with tempfile.TemporaryDirectory(prefix="rollout-") as directory:
         subprocess.run(
             [sys.executable, "-m", "benchmarks.peers.rollout_peer", "publish", directory, "0"],

@@ -1,7 +1,8 @@
 """One engine of `benchmarks.rollout`, in a process of its own: `rollout_peer publish|jax|vllm|tunix DIRECTORY REPEATS`.
 
 The checkpoint: Qwen3-MoE, 4 layers, hidden 128, 8 experts × 256, top 2, vocabulary 512. 64 sequences, prompts of 16
-tokens, 64 sampled tokens each at temperature 1.
+tokens, 64 sampled tokens each at temperature 1. Every repeat has prompts of its own, so that no engine finds those of
+the repeat before in a cache.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ MODEL = {
 }
 
 
+_PROMPTS = np.random.default_rng(0)
+
+
 def prompts(length: int, count: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(1, VOCAB_SIZE - 1, (count, length)).tolist()
+    """New ones at every call."""
+    return _PROMPTS.integers(1, VOCAB_SIZE - 1, (count, length)).tolist()
 
 
 def publish(directory: Path) -> None:
@@ -90,14 +95,14 @@ async def ours(kind: str, directory: Path, repeats: int, *, reuse: bool = True) 
     from asyncrl_jax.config import Config, override
     from asyncrl_jax.types import WeightVersion
 
-    config = override(Config(), MODEL | {"actor.engine": kind, "vllm.prefix_reuse": reuse})
+    config = override(Config(), MODEL | {"actor.engine": kind, "vllm.prefix_reuse": reuse, "actor.prefix_reuse": reuse})
     engine = make_engine(config)
     running = asyncio.create_task(engine.run())
     digests = json.loads((directory / "versions.json").read_text())
     versions = [WeightVersion(number, None, 0, number, digest) for number, digest in enumerate(digests)]
     weights, never = str(directory / "weights"), frozenset[int]()
 
-    async def one(seed: int, turns: list[list[int]], length: int, whole: bool) -> int:
+    async def one(seed: int, turns: list[list[int]], length: int, whole: bool = False) -> int:
         """Samples in one session, or in a fresh one for each turn that is given the whole history."""
         session, history, count = await engine.open(seed, 1.0), [], 0
         try:
@@ -115,7 +120,7 @@ async def ours(kind: str, directory: Path, repeats: int, *, reuse: bool = True) 
 
     async def single() -> int:
         asked = prompts(PROMPT_TOKENS, NUM_SEQUENCES)
-        return sum(await asyncio.gather(*(one(i, [asked[i]], NUM_TOKENS, False) for i in range(NUM_SEQUENCES))))
+        return sum(await asyncio.gather(*(one(i, [asked[i]], NUM_TOKENS) for i in range(NUM_SEQUENCES))))
 
     async def multi() -> int:
         shared = prompts(SHARED_TOKENS, NUM_SEQUENCES // GROUP_SIZE)
@@ -123,11 +128,24 @@ async def ours(kind: str, directory: Path, repeats: int, *, reuse: bool = True) 
         members = (one(i, [shared[i // GROUP_SIZE], *more], TURN_TOKENS, not reuse) for i in range(NUM_SEQUENCES))
         return sum(await asyncio.gather(*members))
 
+    async def uneven(together: bool) -> int:
+        """Three times as many sequences as slots, of uneven lengths: all at once, or batch after batch."""
+        rng = np.random.default_rng(1)
+        lengths = np.clip(rng.lognormal(np.log(20), 0.8, 3 * NUM_SEQUENCES), 2, 100).astype(int).tolist()
+        asked = prompts(PROMPT_TOKENS, len(lengths))
+        count, size = 0, len(lengths) if together else NUM_SEQUENCES
+        for first in range(0, len(lengths), size):
+            members = (one(i, [asked[i]], lengths[i]) for i in range(first, first + size))
+            count += sum(await asyncio.gather(*members))
+        return count
+
     try:
         await engine.load(weights, versions[0])
         result: dict[str, Any] = {"multi_turn_tokens_per_s": await best_of(repeats, multi)}
         if reuse:
             result["tokens_per_s"] = await best_of(repeats, single)
+            result["continuous_tokens_per_s"] = await best_of(repeats, lambda: uneven(True))
+            result["batched_tokens_per_s"] = await best_of(repeats, lambda: uneven(False))
             result["swap_ms"] = await swap(engine, weights, versions, repeats, single)
     finally:
         running.cancel()
@@ -136,18 +154,21 @@ async def ours(kind: str, directory: Path, repeats: int, *, reuse: bool = True) 
 
 
 async def swap(engine: Any, weights: str, versions: Any, repeats: int, run: Callable[[], Awaitable[int]]) -> Any:
-    """Milliseconds that one swap in flight costs, in the best of the repeats: pause, proof and caches computed anew."""
-    found = []
-    for repeat in range(repeats):
+    """Milliseconds of swaps in flight, medians: pause, proof, and prefixes of running sequences computed anew."""
+    found: dict[str, list[float]] = {"swap": [], "proof": [], "rebuild": []}
+    for repeat in range(max(repeats, 3)):
         sampling = asyncio.create_task(run())
-        await asyncio.sleep(0.1)  # into the sampling
+        sampled = engine.counters.num_sampled_tokens
+        while engine.counters.num_sampled_tokens < sampled + NUM_SEQUENCES:  # into the sampling
+            await asyncio.sleep(0.001)
         before = vars(engine.counters).copy()
         await engine.load(weights, versions[(repeat + 1) % 2])
         tokens = await sampling
         assert tokens == NUM_SEQUENCES * NUM_TOKENS, "a swap has cost tokens"
         after = vars(engine.counters)
-        found.append({name: 1e3 * (after[f"{name}_s"] - before[f"{name}_s"]) for name in ("swap", "proof", "rebuild")})
-    return min(found, key=lambda figures: figures["swap"])
+        for name, values in found.items():
+            values.append(1e3 * (after[f"{name}_s"] - before[f"{name}_s"]))
+    return {name: float(np.median(values)) for name, values in found.items()} | {"worst_swap": max(found["swap"])}
 
 
 def tunix(directory: Path, repeats: int) -> dict[str, Any]:
@@ -189,9 +210,9 @@ def tunix(directory: Path, repeats: int) -> dict[str, Any]:
     )
     model = create_model_from_safe_tensors(str(directory / "model"), shape, dtype=jnp.float32)
     sampler = Sampler(model, Ids(), CacheConfig(cache_size=128, num_layers=4, num_kv_heads=2, head_dim=32))
-    asked = [" ".join(map(str, prompt)) for prompt in prompts(PROMPT_TOKENS - 1, NUM_SEQUENCES)]  # it adds one
 
     async def run() -> int:
+        asked = [" ".join(map(str, prompt)) for prompt in prompts(PROMPT_TOKENS - 1, NUM_SEQUENCES)]  # it adds one
         output = sampler(
             asked,
             max_generation_steps=NUM_TOKENS,

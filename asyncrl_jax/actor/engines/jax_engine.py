@@ -34,7 +34,7 @@ from asyncrl_jax.weights.read import WeightsReader
 
 _CHUNKS_IN_A_ROW = 4  # of prompts before those that decode get a block; one where few wait
 _FEW = 8  # those that decode are more than so many times those that wait
-_PATIENCE = 0.25  # steps: what a return to the host costs, in steps of all rows
+_PATIENCE = 0.1  # steps: what a return to the host costs, in steps of all rows
 
 
 class JaxEngine:
