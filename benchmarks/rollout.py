@@ -3,8 +3,8 @@
     python -m benchmarks.rollout [--vllm .venv-vllm/bin/python] [--tunix PYTHON] [--repeats 3]
 
 Every engine runs in processes of its own, pinned to one core, with the interpreter of an environment that has it; one
-that is not named is left out. `ratio_to_vllm` and `ratio_to_tunix` are the JAX engine's tokens a second over theirs. The
-last line is JSON.
+that is not named is left out. `ratio_to_vllm` and `ratio_to_tunix` are the JAX engine's tokens a second over theirs.
+The last line is JSON.
 """
 
 from __future__ import annotations
