@@ -8,7 +8,9 @@ once, which gives the engine's time for a turn; then `--episodes` at a time with
 median five times that and its 99th percentile ten times the median; and the same with the host's own choice of how many
 episodes it plays (`own_choice`). One JSON line last:
 
-    slots_busy        rows of the decode steps that fed a token of a session, by the engine's own count
+    slots_busy        mean share of the slots that hold a session which wants tokens: for a prompt or a decode step
+    rows_busy         rows of the decode steps that fed a token, by the engine's own count; the rest had ended, or
+                      waited for a prompt
     demand            sessions that wanted tokens (sampling or waiting for a slot), mean, as a multiple of the slots
     tokens_to_no_delay  sampled tokens per second against the first part: what feeding sequences anew costs
     loop_lag_p99_ms   of the actor's event loop
@@ -220,7 +222,8 @@ def main() -> None:
 def figures(beats: Sequence[Mapping[str, Any]], slots: int, without_delay: float) -> dict[str, float]:
     """What the module's docstring lists."""
     return {
-        "slots_busy": round(mean(beats, "busy"), 4),
+        "slots_busy": round(mean(beats, "slots_busy"), 4),
+        "rows_busy": round(mean(beats, "busy"), 4),
         "demand": round(mean(beats, "generating") / slots, 2),
         "tokens_to_no_delay": round(mean(beats, "tokens_per_s") / without_delay, 3),
         "loop_lag_p99_ms": round(1000 * max(beat["loop_lag_p99_s"] for beat in beats), 1),

@@ -15,8 +15,8 @@ class Concurrency:
         target     demand that keeps the slots full: slots × (1 + queue_share)
 
     An episode in which the environment thinks costs the engine nothing, so what is counted is demand and the tokens of
-    its sequences, not episodes. While demand is below the target, (target − demand) ÷ share episodes may start, at most
-    as many as there are slots in one window, since those that have just started all want tokens.
+    its sequences, not episodes: as many run as make the target, target ÷ share. In one window their number rises by
+    half the slots at most, since those that have just started all want tokens.
 
     Invariants:
       * Never more than `most` episodes; as many as there are slots are always allowed, unless memory is short.
@@ -35,10 +35,9 @@ class Concurrency:
         self._most = max(most, num_slots)
         self._target = num_slots * (1 + queue_share)
         self._kv_tokens = kv_tokens
-        self._demand = 0.0
         self._seen_at: float | None = None
         self._window_at = -math.inf
-        self._started = 0  # in this window
+        self._num_then = 0  # episodes when this window began
 
     def room(self, now: float, num_episodes: int, demand: int, tokens: int) -> int:
         """Episodes that may start now.
@@ -55,19 +54,14 @@ class Concurrency:
         free = self._num_slots - num_episodes
         if self._most > self._num_slots and num_episodes >= self._num_slots:
             if now - self._window_at >= WINDOW_S:
-                self._window_at, self._started = now, 0
-            wanted = (self._target - max(self._demand, demand)) / max(self.share, 1 / self._num_slots)
-            free = min(math.floor(wanted), self._num_slots - self._started)
+                self._window_at, self._num_then = now, num_episodes
+            wanted = math.floor(self._target / max(self.share, 1 / self._num_slots)) - num_episodes
+            free = min(wanted, self._num_then + max(self._num_slots // 2, 1) - num_episodes)
         return max(min(free, self._most - num_episodes), 0)
-
-    def started(self, num_episodes: int) -> None:
-        """So many were started of what `room` allowed."""
-        self._started += num_episodes
 
     def _average(self, now: float, num_episodes: int, demand: int) -> None:
         since = 0.0 if self._seen_at is None else now - self._seen_at
         self._seen_at = now
         weight = 1 - math.exp(-since / WINDOW_S)
-        self._demand += weight * (demand - self._demand)
         if num_episodes:
             self.share += weight * (demand / num_episodes - self.share)

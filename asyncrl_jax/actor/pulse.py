@@ -102,6 +102,7 @@ class Pulse:
             "tokens_per_s": (counters.num_sampled_tokens - before.num_sampled_tokens) / seconds,
             "steps_per_s": (counters.num_steps - before.num_steps) / seconds,
             "busy": (counters.num_fed_tokens - before.num_fed_tokens) / slot_steps,
+            "slots_busy": self._watched.take_slots_busy(),
             "running": self._sampler.num_episodes,
             "evaluating": self._evaluator.num_running,
             "generating": self._watched.num_generating,

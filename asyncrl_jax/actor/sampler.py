@@ -115,7 +115,6 @@ class Sampler:
                         self._unfinished[delivery.ticket.ticket_id] = delivery.ticket.group_size
                         task = serving.create_task(self._serve(delivery), name=f"ticket {delivery.ticket.ticket_id}")
                         self._playing[delivery.ticket.ticket_id] = (delivery, task)
-                        self._concurrency.started(delivery.ticket.group_size)
         finally:
             held = [delivery for delivery, _ in self._playing.values()]
             self._playing.clear()

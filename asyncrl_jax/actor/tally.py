@@ -6,6 +6,7 @@ The orchestrator folds the sums of all actors into its policies (`orchestrator/r
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,9 +92,14 @@ def repetition(tokens_T: np.ndarray) -> float:
 
 
 class WatchedEngine:
-    """An engine that knows how many sessions wait for tokens: the sign of work by which a standstill is known."""
+    """An engine that knows how many sessions wait for tokens: the sign of work by which a standstill is known.
+
+    They fill the engine's slots first, so they also say how many of these are in use: for a prompt, a token, or a swap.
+    """
 
     def __init__(self, engine: Engine):
+        self._slot_s = 0.0  # time of all slots in use, since it was last taken
+        self._taken_at = self._changed_at = time.monotonic()
         self.num_generating = 0
         self.num_generating_tokens = 0  # of their sequences, as they were when they asked
         self._engine = engine
@@ -113,6 +119,21 @@ class WatchedEngine:
     @property
     def num_busy_slots(self) -> int:
         return self._engine.num_busy_slots
+
+    def count(self, sessions: int, tokens: int) -> None:
+        """So many more sessions want tokens, and their sequences hold so many; fewer if negative."""
+        now = time.monotonic()
+        self._slot_s += (now - self._changed_at) * min(self.num_generating, self.num_slots)
+        self._changed_at = now
+        self.num_generating += sessions
+        self.num_generating_tokens += tokens
+
+    def take_slots_busy(self) -> float:
+        """Mean share of the slots in use since the last call."""
+        self.count(0, 0)
+        seconds, slot_s = self._changed_at - self._taken_at, self._slot_s
+        self._taken_at, self._slot_s = self._changed_at, 0.0
+        return slot_s / max(seconds * self.num_slots, 1e-9)
 
     async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> Session:
         return _WatchedSession(self, await self._engine.open(seed, temperature, routed_experts=routed_experts))
@@ -138,15 +159,13 @@ class _WatchedSession:
 
     async def generate(self, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int) -> Completion:
         asked = self._num_tokens + len(new_tokens)
-        self._engine.num_generating += 1
-        self._engine.num_generating_tokens += asked
+        self._engine.count(1, asked)
         try:
             completion = await self._session.generate(new_tokens, stop_tokens, max_tokens)
             self._num_tokens = asked + len(completion.tokens)
             return completion
         finally:
-            self._engine.num_generating -= 1
-            self._engine.num_generating_tokens -= asked
+            self._engine.count(-1, -asked)
 
     def close(self) -> None:
         self._session.close()

@@ -10,9 +10,7 @@ def settle(concurrency, share, windows=400):
     now, episodes = 0.0, 0
     for _ in range(windows):
         now += WINDOW_S / 5
-        count = concurrency.room(now, episodes, round(episodes * share), 0)
-        concurrency.started(count)
-        episodes += count
+        episodes += concurrency.room(now, episodes, round(episodes * share), 0)
     return episodes
 
 
@@ -33,13 +31,23 @@ def test_never_more_than_the_most():
     assert settle(Concurrency(64, 300, queue_share=0.25), 0.01) == 300
 
 
-def test_the_number_rises_by_no_more_than_the_slots_in_one_window():
+def test_the_number_rises_by_half_the_slots_in_one_window_and_what_ended_is_made_up_for():
     """Those that have just started all want tokens at once."""
-    concurrency = Concurrency(8, 1000, queue_share=0.25)
-    assert concurrency.room(0.0, 8, 0, 0) == 8
-    concurrency.started(8)
-    assert concurrency.room(WINDOW_S / 2, 16, 0, 0) == 0
-    assert concurrency.room(WINDOW_S, 16, 0, 0) == 8
+    concurrency = Concurrency(8, 1000, queue_share=4.0)
+    assert concurrency.room(0.0, 8, 0, 0) == 4
+    assert concurrency.room(WINDOW_S / 2, 12, 0, 0) == 0
+    assert concurrency.room(WINDOW_S / 2, 9, 0, 0) == 3
+    assert concurrency.room(WINDOW_S, 12, 0, 0) == 4
+
+
+def test_a_demand_that_comes_and_goes_is_judged_by_its_mean():
+    """Else every burst of new episodes would keep the host below its target."""
+    concurrency, now, episodes = Concurrency(64, 10_000, queue_share=0.25), 0.0, 0
+    for tick in range(2000):
+        now += WINDOW_S / 20
+        demand = round(episodes * 0.1 * (1.8 if tick % 10 < 5 else 0.2))
+        episodes += concurrency.room(now, episodes, demand, 0)
+    assert 64 <= episodes * 0.1 <= 64 * 1.25 * 1.2
 
 
 def test_nothing_starts_while_sequences_hold_all_the_memory_that_they_may():

@@ -261,6 +261,8 @@ def test_retries_have_a_budget():
 
 def test_sessions_that_wait_for_tokens_are_counted():
     class Slow:
+        num_slots = 2
+
         async def open(self, *_args, **_options):
             return self
 
@@ -273,7 +275,10 @@ def test_sessions_that_wait_for_tokens_are_counted():
         session = await watched.open(0, 1.0)
         generating = asyncio.create_task(session.generate((1,), frozenset(), 1))
         await asyncio.sleep(0)
+        watched.take_slots_busy()
         assert watched.num_generating == 1
+        await asyncio.sleep(0)
+        assert watched.take_slots_busy() == pytest.approx(0.5)
         await asyncio.wait([generating])
         assert isinstance(generating.exception(), RuntimeError)
         assert watched.num_generating == 0
@@ -342,7 +347,7 @@ def test_orch_06_a_blocked_event_loop_is_measured():
         nothing(num_running=0),
         steering,
         Tally("a"),
-        nothing(num_generating=0),
+        nothing(num_generating=0, take_slots_busy=lambda: 0.0),
         watch,
         Services(EnvironmentConfig()),
     )
