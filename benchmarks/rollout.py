@@ -3,8 +3,9 @@
     python -m benchmarks.rollout [--vllm .venv-vllm/bin/python] [--tunix PYTHON] [--repeats 3]
 
 Every engine runs in processes of its own, pinned to one core, with the interpreter of an environment that has it; one
-that is not named is left out. `ratio_to_vllm` and `ratio_to_tunix` are the JAX engine's tokens a second over theirs.
-The last line is JSON.
+that is not named is left out. Tokens a second are those of a CPU second of all of an engine's processes: on an idle
+core the same as those of the clock, or more where an engine waits, and what others have of a busy core counts for
+nobody. `ratio_to_vllm` and `ratio_to_tunix` are the JAX engine's over theirs. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks._core import cpu_seconds
 
 NUM_SEQUENCES, PROMPT_TOKENS, NUM_TOKENS, VOCAB_SIZE = 64, 16, 64, 512
 GROUP_SIZE, SHARED_TOKENS, NUM_TURNS, TURN_TOKENS = 8, 64, 3, 8  # of the run with shared prefixes
@@ -79,13 +80,13 @@ def publish(directory: Path) -> None:
 
 
 async def best_of(repeats: int, run: Callable[[], Awaitable[int]]) -> float:
-    """Tokens a second of the best run, after one that warms up."""
+    """Tokens a CPU second of the best run, after one that warms up; see `cpu_seconds`."""
     await run()
     rates = []
     for _ in range(repeats):
-        started_at = time.monotonic()
+        started_at = cpu_seconds()
         tokens = await run()
-        rates.append(tokens / (time.monotonic() - started_at))
+        rates.append(tokens / (cpu_seconds() - started_at))
     return max(rates)
 
 
