@@ -10,14 +10,16 @@ of one key/value head (H = G·R), K width of a query or key head, U width of a v
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from asyncrl_jax.config_model import ModelConfig
-from asyncrl_jax.models.cpu.attention import attend_rows
+from asyncrl_jax.models.cpu.attention import Segments, attend_row, attend_rows
+from asyncrl_jax.models.cpu.features import normalise_features, project_in, project_out, turn_heads
+from asyncrl_jax.models.cpu.norm import normalise
 from asyncrl_jax.models.rotary import Rotary, rotate
 
 MASKED = -1e30  # finite: a row with nothing to attend to must not become NaN
@@ -25,6 +27,8 @@ MASKED = -1e30  # finite: a row with nothing to attend to must not become NaN
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """`x / rms(x) · scale` over the last dimensions, those of `scale`; computed in float32."""
+    if x.dtype == jnp.float32 and _on_one_cpu():
+        return normalise(x.reshape(-1, scale.size), scale.reshape(-1), eps).reshape(x.shape)
     axes = tuple(range(-scale.ndim, 0))
     wide = x.astype(jnp.float32)  # squares of bfloat16 lose what the mean needs
     variance = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
@@ -55,16 +59,19 @@ def attend_packed(
       sinks_H: a logit of each head that takes probability and gives nothing.
     """
     # Kernels are picked here and in `_attend`, and nowhere else.
-    if _by_rows(q_BTHK, v_BTGU, window, sinks_H):
+    if _by_rows(q_BTHK.dtype, q_BTHK.shape[-1], v_BTGU.shape[-1], window, has_sinks=sinks_H is not None):
         return attend_rows(q_BTHK, k_BTGK, v_BTGU, segment_ids_BT)
     mask_BTT = packed_mask(segment_ids_BT, window)
     return _attend(q_BTHK, k_BTGK, v_BTGU, mask_BTT, sinks_H)
 
 
-def _by_rows(q_BTHK: jax.Array, v_BTGU: jax.Array, window: int, sinks_H: jax.Array | None) -> bool:
+def _by_rows(dtype: jnp.dtype, head_dim: int, v_head_dim: int, window: int, *, has_sinks: bool) -> bool:
     """Whether the kernel for one CPU core serves. It goes row by row, and so not where rows lie on several devices."""
-    plain = window == 0 and sinks_H is None and q_BTHK.dtype == jnp.float32 and q_BTHK.shape[-1] == v_BTGU.shape[-1]
-    return plain and jax.default_backend() == "cpu" and jax.device_count() == 1
+    return window == 0 and not has_sinks and dtype == jnp.float32 and head_dim == v_head_dim and _on_one_cpu()
+
+
+def _on_one_cpu() -> bool:
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 def attend_cached(
@@ -244,6 +251,64 @@ class Attention(nnx.Module):
             self.k_norm = nnx.Param(jnp.ones(s.head_dim if of_head else (s.num_kv_heads, s.head_dim)))
         if s.sinks:
             self.sinks = nnx.Param(jnp.zeros(s.num_heads))
+
+    def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+        """[B, T, D] of packed rows: projected, attended to (see `attend_packed`), and projected back."""
+        s = self.spec
+        if _by_rows(x_BTD.dtype, s.head_dim, s.v_head_dim, s.window, has_sinks=s.sinks):
+            return self._by_features(x_BTD, positions_BT, segment_ids_BT)
+        q_BTHK, k_BTGK, v_BTGU = self.project(x_BTD, positions_BT)
+        heads_BTHU = attend_packed(q_BTHK, k_BTGK, v_BTGU, segment_ids_BT, window=s.window, sinks_H=self.sink_logits())
+        return self.output(heads_BTHU)
+
+    def _by_features(self, x_BTD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+        """The same by the kernels for one CPU core, row by row, so that what lies between stays in the cache."""
+        s = self.spec
+        projections = (self.q_proj[...], self.k_proj[...], self.v_proj[...])
+        in_ED = jnp.concatenate([self._grouped(w_DHK, 1).reshape(s.hidden_dim, -1).T for w_DHK in projections])
+        out_ED = self._grouped(self.o_proj[...], 0).reshape(-1, s.hidden_dim)
+
+        angles_BKT = s.rotary.frequencies()[None, :, None] * positions_BT[:, None].astype(jnp.float32)
+        segments = Segments.of(segment_ids_BT, s.num_heads // s.num_kv_heads)
+
+        def row(arrays: tuple[Any, ...]) -> jax.Array:
+            x_TD, cos_KT, sin_KT, segments = arrays
+            q, k, v = self._features(project_in(x_TD, in_ED), cos_KT, sin_KT)
+            heads_GKRT = attend_row(q, k[:, :, 0], v[:, :, 0], segments)
+            return project_out(heads_GKRT.reshape(len(out_ED), -1), out_ED)
+
+        y_BTD = jax.lax.map(row, (x_BTD, jnp.cos(angles_BKT), jnp.sin(angles_BKT), segments))
+        return y_BTD + self.o_bias[...][None, None] if s.output_bias else y_BTD
+
+    def _features(
+        self, features_ET: jax.Array, cos_KT: jax.Array, sin_KT: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(q_GKRT, k_GK1T, v_GK1T) of projections, ready to attend."""
+        s = self.spec
+
+        def normed(x_GKRT: jax.Array, scale: jax.Array) -> jax.Array:
+            scale_F = scale if s.qk_norm == "head" else self._grouped(scale, 0).reshape(-1)
+            num_norms = s.num_kv_heads if s.qk_norm == "head" else 1
+            x_MFJ = x_GKRT.reshape(num_norms, len(scale_F), -1)
+            return normalise_features(x_MFJ, scale_F, s.norm_eps).reshape(x_GKRT.shape)
+
+        ends = s.num_heads * s.head_dim, (s.num_heads + s.num_kv_heads) * s.head_dim
+        shape = (s.num_kv_heads, s.head_dim, -1, features_ET.shape[1])
+        q, k, v = (x_ET.reshape(shape) for x_ET in jnp.split(features_ET, ends))
+        if s.qkv_bias:
+            biases = (self.q_bias[...], self.k_bias[...], self.v_bias[...])
+            q, k, v = (x + self._grouped(bias, 0)[..., None] for x, bias in zip((q, k, v), biases, strict=True))
+        if s.qk_norm != "none":
+            q, k = normed(q, self.q_norm[...]), normed(k, self.k_norm[...])
+        if s.clip:
+            q, k, v = (jnp.clip(x, -s.clip, s.clip) for x in (q, k, v))
+        return turn_heads(q, cos_KT, sin_KT), turn_heads(k, cos_KT, sin_KT), v * s.value_scale
+
+    def _grouped(self, of_heads: jax.Array, axis: int) -> jax.Array:
+        """Its axes [H, K], the first of which is `axis`, as [G, K, R]."""
+        shape = of_heads.shape
+        split = of_heads.reshape(*shape[:axis], self.spec.num_kv_heads, -1, *shape[axis + 1 :])
+        return jnp.swapaxes(split, axis + 1, axis + 2)
 
     def project(self, x_BTD: jax.Array, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(q_BTHK, k_BTGK, v_BTGU), ready to attend."""

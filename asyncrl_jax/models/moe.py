@@ -61,7 +61,9 @@ def moe(
     """
     flat_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     replay_NA = None if replay_BTA is None else replay_BTA.reshape(-1, replay_BTA.shape[-1])
-    logits_NE = flat_ND.astype(jnp.float32) @ router_DE
+    # Experts first, and the weights transposed beforehand: a CPU takes a fifth of the time for the weights' gradient.
+    router_ED = jax.lax.optimization_barrier(router_DE.T)
+    logits_NE = jnp.matmul(router_ED, flat_ND.astype(jnp.float32).T).T
     choice, routing = route(
         logits_NE, valid_BT.reshape(-1), options, bias_E=bias_E, replay_NA=replay_NA, noise_key=noise_key
     )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from asyncrl_jax.config import ModelConfig
-from asyncrl_jax.models.attention import Attention, AttentionSpec, attend_packed, rms_norm
+from asyncrl_jax.models.attention import Attention, AttentionSpec, rms_norm
 from asyncrl_jax.models.head import TargetScores, score_targets
 from asyncrl_jax.models.mlp import MLP
 from asyncrl_jax.models.moe import ANYWHERE, MoE, Placement
@@ -144,10 +144,7 @@ class Decoder(nnx.Module):
         def run(
             layer: Layer, x_BTD: jax.Array, replay_BTA: jax.Array | None, key: jax.Array | None
         ) -> tuple[jax.Array, Routing | None]:
-            q, k, v = layer.attention.project(layer.normed(x_BTD), positions_BT)
-            spec, sinks_H = layer.attention.spec, layer.attention.sink_logits()
-            heads_BTHU = attend_packed(q, k, v, segment_ids_BT, window=spec.window, sinks_H=sinks_H)
-            x_BTD += layer.attention.output(heads_BTHU)
+            x_BTD += layer.attention(layer.normed(x_BTD), positions_BT, segment_ids_BT)
             y_BTD, routing = layer.feed_forward(
                 x_BTD, segment_ids_BT > 0, self.config.dispatch, replay_BTA=replay_BTA, noise_key=key
             )

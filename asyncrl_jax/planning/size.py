@@ -23,13 +23,14 @@ from asyncrl_jax.config import Config, MeshConfig, ModelConfig
 from asyncrl_jax.learner.forward import forward_on
 from asyncrl_jax.learner.packing import PackedUpdate, max_rows
 from asyncrl_jax.learner.state import abstract_state, state_shardings
+from asyncrl_jax.models.cpu.attention import query_blocks
 from asyncrl_jax.models.mesh import AXES, BATCH_AXES, make_mesh
 from asyncrl_jax.models.sharding import LEAF_DIMS
 from asyncrl_jax.models.transformer import abstract_params
 
 # Of one layer's activations: what its backward pass holds beside them. Fitted to the compiler's memory analysis of
 # small models, where it lies between 0 and 1; with many layers it does not matter.
-WORKSPACE_SHARE = 0.35
+WORKSPACE_SHARE = 0.65
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class LearnerBytes:
     gradients: int  # the sum over microbatches, and that of one
     reference: int  # frozen weights for the KL; 0 without
     activations: int  # of one microbatch
-    workspace: int  # of the layer whose gradient is being computed, and of one chunk of logits
+    workspace: int  # of the layer whose gradient is being computed, of one row's scores, and of one chunk of logits
     batch: int  # of the packed update
 
     @property
@@ -100,7 +101,9 @@ def learner_bytes(config: Config) -> LearnerBytes:
         gradients=2 * weights,
         reference=weights if keeps_reference else 0,
         activations=activations,
-        workspace=round(WORKSPACE_SHARE * activations / config.model.num_layers) + _logits_bytes(config),
+        workspace=round(WORKSPACE_SHARE * activations / config.model.num_layers)
+        + _scores_bytes(config)
+        + _logits_bytes(config),
         batch=sum(_bytes(leaf) for leaf in _packed_shapes(config, _rows_per_device(config))),
     )
 
@@ -153,6 +156,13 @@ def _logits_bytes(config: Config) -> int:
     """Of the chunk that the head works on: float32 logits and their gradient, on one device."""
     positions = min(config.model.head_chunk_tokens, _rows_per_device(config) * config.learner.pack_tokens)
     return 2 * 4 * positions * math.ceil(config.model.vocab_size / config.mesh.tensor)
+
+
+def _scores_bytes(config: Config) -> int:
+    """Of the block of queries that attention works on: float32 scores, weights and the gradients of both."""
+    length = config.learner.pack_tokens
+    queries = max(block.stop - block.start for block in query_blocks(length))
+    return 4 * 4 * math.ceil(config.model.num_heads / config.mesh.tensor) * length * queries
 
 
 def _activation_bytes(config: Config) -> int:

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from asyncrl_jax.models.attention import attend_einsum, packed_mask
+from asyncrl_jax.config import Config, override
+from asyncrl_jax.models.attention import Attention, AttentionSpec, attend_einsum, packed_mask, rms_norm
 from asyncrl_jax.models.cpu.attention import MOST_BLOCKS, SMALLEST_BLOCK, attend_rows, query_blocks
 from asyncrl_jax.models.cpu.experts import FEW_ASSIGNMENTS, block_rows, run_sorted
+from asyncrl_jax.models.cpu.norm import normalise
 from asyncrl_jax.models.experts import Experts, run_blocks, run_experts
 from asyncrl_jax.models.router import NO_EXPERT
 
@@ -200,3 +203,52 @@ def test_long_rows_are_cut_into_no_more_blocks_than_are_worth_compiling():
         blocks = query_blocks(length)
         assert len(blocks) <= MOST_BLOCKS
         assert [i for block in blocks for i in range(block.start, block.stop)] == list(range(length))
+
+
+LAYERS = {  # one of each kind that the kernels serve
+    "norm of each head, partial rotation": {"attention.qk_norm": "head", "attention.rotary_share": 0.7},
+    "norm of all heads, clipped": {"attention.qk_norm": "full", "attention.clip": 0.8},
+    "biases, scaled values": {
+        "attention.qk_norm": "none",
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "attention.value_scale": 0.7,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_of_attention_by_features_equals_the_plain_one(kind):
+    """Output, and the gradients of inputs and all weights; query heads in groups, and two blocks of queries."""
+    sizes = {"hidden_dim": 5, "num_heads": 6, "num_kv_heads": 2, "head_dim": 6}
+    settings = {f"model.{name}": value for name, value in (sizes | LAYERS[kind]).items()}
+    spec = AttentionSpec.of(override(Config(), settings).model, 0)
+    graph, weights = nnx.split(Attention(spec, nnx.Rngs(0)))
+    weights = jax.tree.map(lambda leaf: leaf + normal(*leaf.shape), weights)
+    length = SMALLEST_BLOCK + 5
+    segment_ids = jnp.asarray(np.stack([segments([length], length), segments([50, 70], length)]))
+    positions = jnp.arange(length)[None] % jnp.array([[length], [50]])
+
+    def by_features(attention, x):
+        return attention(x, positions, segment_ids)
+
+    def plain(attention, x):
+        heads = attend_einsum(*attention.project(x, positions), packed_mask(segment_ids), None)
+        return attention.output(heads)
+
+    def run(function):
+        y, pull = jax.vjp(lambda weights, x: function(nnx.merge(graph, weights), x), weights, normal(2, length, 5))
+        return y, pull(normal(*y.shape, seed=1))
+
+    assert_same(jax.jit(run, static_argnums=0)(by_features), jax.jit(run, static_argnums=0)(plain))
+
+
+def test_the_norm_equals_its_equation():
+    x, scale = normal(N, D), normal(D)
+
+    def plain(x, scale):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=1, keepdims=True) + 0.1) * scale[None]
+
+    kernel = with_gradients(lambda x, scale: normalise(x, scale, 0.1), (0, 1))
+    assert_same(kernel(x, scale), with_gradients(plain, (0, 1))(x, scale))
+    assert_same(rms_norm(x, scale, 0.1), plain(x, scale))

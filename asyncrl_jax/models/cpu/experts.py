@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from asyncrl_jax.models.cpu.features import transposed
 from asyncrl_jax.models.router import NO_EXPERT
 
 FEW_ASSIGNMENTS = 32  # below so many an expert, on average
@@ -111,9 +112,12 @@ def _run_few(
 
 def _sort(ids_NA: jax.Array, num_experts: int, rows: int) -> _Order:
     ids = jnp.where(ids_NA == NO_EXPERT, num_experts, ids_NA).reshape(-1)
-    order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    bounds = jnp.searchsorted(ids[order], jnp.arange(num_experts + 1)).astype(jnp.int32)
+    assert (num_experts + 1) * ids.size < 2**31, "expert and assignment share 31 bits"
     places = jnp.arange(ids.size, dtype=jnp.int32)
+    # One array to sort, instead of the two of a stable argsort: a fifth of the time.
+    keys = jnp.sort(ids * ids.size + places)
+    order = keys % ids.size
+    bounds = jnp.searchsorted(keys, jnp.arange(num_experts + 1, dtype=jnp.int32) * ids.size).astype(jnp.int32)
     place = jnp.zeros(ids.size, jnp.int32).at[order].set(places, unique_indices=True)
     return _Order(
         assignment_S=jnp.pad(order, (0, rows)),
@@ -226,12 +230,13 @@ def _backward(rows: int, residuals: Residuals, grad_ND: jax.Array) -> tuple[Any,
         gate_DF, up_DF, down_FD, start, count = share
 
         def block(offset: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            dx_SD, dweight_S, dgate_DF, dup_DF, ddown_FD = carry
+            dx_SD, dweight_S, dgate_DF, dup_DF, ddown_DF = carry
             at = start + offset
             assignment_K = jax.lax.dynamic_slice_in_dim(order.assignment_S, at, rows)
             own_K = jnp.arange(rows) < count - offset
             weight_K1 = jnp.where(own_K, _take(weights, assignment_K), 0.0)[:, None]
             x_KD, grad_KD = _take(x_ND, assignment_K // choices), _take(grad_ND, assignment_K // choices)
+            x_DK = transposed(x_KD)
             gate_KF = jax.lax.dynamic_slice_in_dim(gate_SF, at, rows)
             up_KF = jax.lax.dynamic_slice_in_dim(up_SF, at, rows)
             sigmoid_KF = jax.nn.sigmoid(gate_KF)
@@ -244,20 +249,22 @@ def _backward(rows: int, residuals: Residuals, grad_ND: jax.Array) -> tuple[Any,
             return (
                 _put(dx_SD, dgate_KF @ gate_DF.T + dup_KF @ up_DF.T, at),
                 _put(dweight_S, jnp.sum(unweighted_KF * hidden_KF, axis=1), at),
-                dgate_DF + x_KD.T @ dgate_KF,
-                dup_DF + x_KD.T @ dup_KF,
-                ddown_FD + hidden_KF.T @ (grad_KD * weight_K1),
+                dgate_DF + x_DK @ dgate_KF,
+                dup_DF + x_DK @ dup_KF,
+                ddown_DF + transposed(grad_KD * weight_K1) @ hidden_KF,
             )
 
-        sums = _zeros(order, (width, expert_width), (width, expert_width), (expert_width, width))
+        sums = _zeros(order, *[(width, expert_width)] * 3)
         dx_SD, dweight_S, *sums = _over_blocks(count, rows, block, (*stored, *sums))
         return (dx_SD, dweight_S), tuple(sums)
 
     shares = (*experts, order.start_E, order.count_E)
-    (dx_SD, dweight_S), dexperts = jax.lax.scan(expert, _zeros(order, (length, width), (length,)), shares)
+    (dx_SD, dweight_S), (dgate_EDF, dup_EDF, ddown_EDF) = jax.lax.scan(
+        expert, _zeros(order, (length, width), (length,)), shares
+    )
     assigned_NA = order.place_NA < jnp.sum(order.count_E)
     dweights_NA = jnp.where(assigned_NA, _take(dweight_S, order.place_NA), 0.0)
-    return _sum_of_assignments(dx_SD, order), None, dweights_NA, *dexperts
+    return _sum_of_assignments(dx_SD, order), None, dweights_NA, dgate_EDF, dup_EDF, ddown_EDF.swapaxes(1, 2)
 
 
 run_sorted.defvjp(_forward, _backward)
