@@ -137,7 +137,7 @@ def play(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         filled = programs(port=listener.getsockname()[1], file=secret, pid=os.getpid())
         codes = {index: code for index, (_, code) in filled.items()}
-        monkeypatch.setattr(loop, "make_engine", lambda config, num_sessions=0: ScriptedEngine(codes))
+        monkeypatch.setattr(loop, "make_engine", lambda config, **settings: ScriptedEngine(codes))
         return _Host(server, directory).play(indices, limit_s)
 
 
