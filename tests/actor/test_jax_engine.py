@@ -289,7 +289,7 @@ def test_an_aborted_turn_leaves_nothing_that_another_could_take_for_its_prefix()
                 for task in doomed:
                     task.cancel()
                 await asyncio.gather(*doomed, return_exceptions=True)
-                for result in await asyncio.gather(*(converse(engine, i, turns=(PROMPT,)) for i in range(4))):
+                for result in await asyncio.gather(*(converse(engine, i, turns=(PROMPT[::-1],)) for i in range(4))):
                     check_against_learner(result)
 
     asyncio.run(run())
