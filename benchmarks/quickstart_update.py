@@ -3,7 +3,7 @@
 Prints one JSON line. The two take turns, so that a busy machine slows both; compare the ratio, not the seconds, with
 other runs. The batch is random tokens: 16 groups of 8 trajectories of 20 to 51 tokens, KL on.
 
-    python benchmarks/learner_update.py [--repeats 15]
+    python -m benchmarks.quickstart_update [--repeats 15]
 """
 
 import argparse

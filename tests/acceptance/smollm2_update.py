@@ -21,7 +21,7 @@ from asyncrl_jax.learner.state import start_from
 from asyncrl_jax.learner.step import make_train_step
 from asyncrl_jax.models import from_hf, load_params, params_of, save_params, upcycle
 from asyncrl_jax.models.mesh import make_mesh
-from benchmarks.learner_update import random_update
+from benchmarks.quickstart_update import random_update
 
 CHANGES = {
     "learner.groups_per_update": 2,
