@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from asyncrl_jax.config_leaf import require, setting
+from asyncrl_jax.laws import parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,11 @@ class EnvironmentConfig:
         600.0, "a policy gets no further turn in an episode that has taken longer than this, in seconds"
     )
     call_timeout_s: float = setting(30.0, "longest one call of an environment may take before its episode fails, in s")
-
+    turn_delay_s: str = setting(
+        "",
+        "law of a wait added to the environment's answer to every turn, in s, to rehearse slow tools: constant:2, "
+        "exponential:1, lognormal:<median>:<sigma>, pareto:<least>:<alpha>; empty: none",
+    )
     processes: int = setting(
         1, "processes of an actor for function:, text: and gymnasium: environments; 0: they live in the actor itself"
     )
@@ -65,6 +70,11 @@ class EnvironmentConfig:
         require(self.processes >= 0, "environment.processes", self.processes, "at least 0")
         require(self.process_leak_bytes > 0, "environment.process_leak_bytes", self.process_leak_bytes, "more than 0")
         require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")
+        if self.turn_delay_s:
+            try:
+                parse(self.turn_delay_s)
+            except ValueError as error:
+                raise ValueError(f"--config.environment.turn_delay_s={error}") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

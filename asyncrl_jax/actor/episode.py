@@ -16,6 +16,7 @@ from asyncrl_jax.actor.engines.base import Completion, Engine, Session
 from asyncrl_jax.actor.envs.base import Environment
 from asyncrl_jax.actor.rewards import weigh
 from asyncrl_jax.config import EnvironmentConfig, RewardConfig
+from asyncrl_jax.laws import Delays
 from asyncrl_jax.types import FinishReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ async def run_episode(
     started_at = time.time()
     limit_s = config.environment.call_timeout_s
     try:
-        transcript, finish = await _converse(session, environment, task, config.environment)
+        delays = Delays(config.environment.turn_delay_s, seed)
+        transcript, finish = await _converse(session, environment, task, config.environment, delays)
         score_limit_s = math.inf if environment.limits_own_score else limit_s
         scored = await _call("score", _score(environment, config.reward), score_limit_s)
     finally:
@@ -113,7 +115,7 @@ async def run_episode(
 
 
 async def _converse(
-    session: Session, environment: Environment, task: Task, limits: EnvironmentConfig
+    session: Session, environment: Environment, task: Task, limits: EnvironmentConfig, delays: Delays
 ) -> tuple[_Transcript, FinishReason]:
     transcript = _Transcript()
     started_at = time.monotonic()
@@ -130,7 +132,8 @@ async def _converse(
         transcript.sampled(completion)
         if completion.finish == "length" and turn_room == room:
             return transcript, FinishReason.LENGTH
-        forced, done = await _call("step", _step(environment, completion.tokens.tolist()), limits.call_timeout_s)
+        answer = _step(environment, completion.tokens.tolist(), delays.next_s())
+        forced, done = await _call("step", answer, limits.call_timeout_s)
         if done:
             return transcript, FinishReason.ANSWERED
     return transcript, FinishReason.MAX_TURNS
@@ -143,8 +146,10 @@ async def _reset(environment: Environment, task: Task, max_tokens: int) -> tuple
     return prompt
 
 
-async def _step(environment: Environment, turn: list[int]) -> tuple[tuple[int, ...], bool]:
+async def _step(environment: Environment, turn: list[int], delay_s: float) -> tuple[tuple[int, ...], bool]:
     observation = await environment.step(turn)
+    if delay_s:
+        await asyncio.sleep(delay_s)
     return _checked(observation.tokens, environment), observation.done
 
 

@@ -16,7 +16,7 @@ from asyncrl_jax.actor.envs.isolated import EnvironmentDied
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.actor.refresh import Refresher
 from asyncrl_jax.actor.tally import Tally, WatchedEngine
-from asyncrl_jax.seeds import derive_seed
+from asyncrl_jax.seeds import member_seed
 from asyncrl_jax.transport.codec import InvalidGroup
 from asyncrl_jax.transport.groups import GroupWriter
 from asyncrl_jax.transport.steering import ActorOrder
@@ -240,7 +240,7 @@ class Sampler:
                     self._engine,
                     self._environments(),
                     ticket.task,
-                    seed=derive_seed(ticket.seed, "member", member, attempt),
+                    seed=member_seed(ticket.seed, member, attempt),
                     temperature=ticket.temperature,
                     config=self._config,
                 )

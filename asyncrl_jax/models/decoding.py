@@ -50,14 +50,31 @@ def shortest_memory(config: ModelConfig, length: int) -> int:
     return min(_num_slots(AttentionSpec.of(config, layer), length) for layer in range(config.num_layers))
 
 
-def leading_slots(cache: KVCache, length: int) -> KVCache:
-    """What holds positions below `length`, of sequences that are no longer than that."""
-    return jax.tree.map(lambda array: array[:, :, :length], cache)
+def part_of(cache: KVCache, rows_R: jax.Array | None, length: int) -> KVCache:
+    """What some rows hold of positions below `length`, of sequences that are no longer than that.
+
+    Args:
+      cache: of B rows.
+      rows_R: int32 rows, each at most once; B for none, whose part means nothing. None: all, as they stand.
+      length: of the part.
+    """
+
+    def part(array: jax.Array) -> jax.Array:
+        leading = array[:, :, :length]
+        return leading if rows_R is None else jnp.take(leading, rows_R, axis=0, mode="clip")
+
+    return jax.tree.map(part, cache)
 
 
-def with_leading_slots(cache: KVCache, leading: KVCache) -> KVCache:
-    """`cache` with what `leading_slots` gave, changed since, put back."""
-    return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice(whole, part, (0, 0, 0, 0)), cache, leading)
+def with_part(cache: KVCache, part: KVCache, rows_R: jax.Array | None) -> KVCache:
+    """`cache` with what `part_of` gave, changed since, put back."""
+
+    def put_back(whole: jax.Array, new: jax.Array) -> jax.Array:
+        if rows_R is None:
+            return jax.lax.dynamic_update_slice(whole, new, (0, 0, 0, 0))
+        return whole.at[rows_R, :, : new.shape[2]].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put_back, cache, part)
 
 
 def copy_rows(cache: KVCache, sources_N: jax.Array, targets_N: jax.Array) -> KVCache:

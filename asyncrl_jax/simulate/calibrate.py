@@ -2,7 +2,9 @@
 
     input        measured from
     update_s     `step_s` of every update but the first ones, which compile
-    episode_s    start and end of every archived trajectory, tools and waits for a slot's turn included
+    episode_s    start and end of every archived trajectory, tools and waits for a slot's turn included, without what
+                 environment.turn_delay_s added, which is drawn anew
+    turns        of every archived trajectory
     tokens       sampled tokens of every archived trajectory
     publish_s    from an update's end to the first token that its version sampled, in the median over versions:
                  publishing, reading and swapping together, so swap_s is 0
@@ -16,16 +18,18 @@ actors share hold for that share: another N shifts who waits for whom, and with 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.config_file import read_config
+from asyncrl_jax.laws import Delays, measured
 from asyncrl_jax.observe.metrics import read_rows
-from asyncrl_jax.simulate.inputs import Inputs, measured
+from asyncrl_jax.seeds import member_seed
+from asyncrl_jax.simulate.inputs import Inputs
 from asyncrl_jax.transport.archive import ArchivedGroup, read_groups
 
 WARM_UP = 5  # first updates that are left out: they compile
@@ -47,19 +51,17 @@ def calibrate(run_dir: Path) -> tuple[Config, Inputs]:
     if not steady:
         raise ValueError(f"{run_dir}/archive: holds no groups trained after update {WARM_UP}")
     levels = range(1, len(config.environment.level_weights) + 1)
-    trajectories = {
-        level: [t for row in steady if row.group.ticket.task.level == level for t in row.group.trajectories]
-        for level in levels
-    }
-    everything = [t for row in steady for t in row.group.trajectories]
-    seconds, tokens = [], []
+    episodes = [one for row in steady for one in _episodes(row, config.environment.turn_delay_s)]
+    seconds, turns, tokens = [], [], []
     for level in levels:
-        known = trajectories[level] or everything
-        seconds.append(str(measured([t.sampling_ended_at - t.sampling_started_at for t in known])))
-        tokens.append(str(measured([float(t.loss_mask.sum()) for t in known])))
+        known = [one for one in episodes if one.level == level] or episodes
+        seconds.append(str(measured([one.seconds for one in known])))
+        turns.append(str(measured([one.turns for one in known])))
+        tokens.append(str(measured([one.tokens for one in known])))
     return config, Inputs(
         duration_s=0.0,
         episode_s=";".join(seconds),
+        turns=";".join(turns),
         episode_tokens=";".join(tokens),
         update_s=str(measured([row["step_s"] for row in rows[WARM_UP:]])),
         publish_s=_publish_s(rows, steady),
@@ -69,6 +71,25 @@ def calibrate(run_dir: Path) -> tuple[Config, Inputs]:
         handover_s=statistics.median(_handovers(steady)),
         zero_variance_share=statistics.fmean(row.get("zero_variance_share", 0.0) for row in rows),
     )
+
+
+class _Episode(NamedTuple):
+    level: int
+    seconds: float  # of its own
+    turns: float
+    tokens: float
+
+
+def _episodes(row: ArchivedGroup, turn_delay_s: str) -> Iterator[_Episode]:
+    """Those of a group. An episode that took a second attempt waited as that one did, which is not known here."""
+    ticket = row.group.ticket
+    for member, trajectory in enumerate(row.group.trajectories):
+        delays = Delays(turn_delay_s, member_seed(ticket.seed, member, 1))
+        added_s = sum(delays.next_s() for _ in range(trajectory.num_turns))
+        seconds = trajectory.sampling_ended_at - trajectory.sampling_started_at - added_s
+        yield _Episode(
+            ticket.task.level, max(seconds, 0.0), float(trajectory.num_turns), float(trajectory.loss_mask.sum())
+        )
 
 
 def _publish_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup]) -> float:

@@ -4,94 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from asyncrl_jax.config_leaf import setting
-
-_LAWS: dict[str, tuple[str, ...]] = {
-    "constant": ("value",),
-    "exponential": ("mean",),
-    "lognormal": ("median", "sigma"),
-    "pareto": ("least", "alpha"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Distribution:
-    """A law of non-negative numbers, written as `law:number:number`.
-
-    * `constant:value`, `exponential:mean`
-    * `lognormal:median:sigma`: sigma of the logarithm; p99 is 10 × the median at sigma 0.99
-    * `pareto:least:alpha`: heavier still; the mean is infinite up to alpha 1
-    * `quantiles:a,b,…`: as measured: evenly spaced quantiles, the least and the largest included
-    """
-
-    law: str
-    numbers: tuple[float, ...]
-
-    def sample(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        """float64 of the shape asked for."""
-        match self.law:
-            case "constant":
-                return np.full(shape, self.numbers[0])
-            case "exponential":
-                return generator.exponential(self.numbers[0], shape)
-            case "lognormal":
-                return generator.lognormal(math.log(max(self.numbers[0], 1e-300)), self.numbers[1], shape)
-            case "pareto":
-                return self.numbers[0] * (1.0 + generator.pareto(self.numbers[1], shape))
-            case _:
-                points = np.linspace(0.0, 1.0, len(self.numbers))
-                return np.interp(generator.random(shape), points, self.numbers)
-
-    def __str__(self) -> str:
-        separator = "," if self.law == "quantiles" else ":"
-        return f"{self.law}:{separator.join(f'{number:.6g}' for number in self.numbers)}"
-
-
-def parse(text: str) -> Distribution:
-    """The distribution that a text names.
-
-    Raises:
-      ValueError: for an unknown law, a wrong count of numbers, or a negative or infinite one.
-    """
-    law, _, rest = text.partition(":")
-    try:
-        numbers = tuple(float(part) for part in rest.split("," if law == "quantiles" else ":"))
-    except ValueError:
-        raise ValueError(f"{text!r}: numbers are expected after {law!r}, as in lognormal:60:1.0") from None
-    if law not in (*_LAWS, "quantiles"):
-        raise ValueError(f"{text!r}: unknown law {law!r}; use one of {', '.join(_LAWS)}, quantiles")
-    if law in _LAWS and len(numbers) != len(_LAWS[law]):
-        raise ValueError(f"{text!r}: {law} takes {len(_LAWS[law])} number(s): {', '.join(_LAWS[law])}")
-    if any(number < 0 or not math.isfinite(number) for number in numbers):
-        raise ValueError(f"{text!r}: every number must be finite and at least 0")
-    if law == "pareto" and numbers[1] == 0:
-        raise ValueError(f"{text!r}: alpha must be above 0")
-    if law == "quantiles" and list(numbers) != sorted(numbers):
-        raise ValueError(f"{text!r}: quantiles must rise")
-    return Distribution(law, numbers)
-
-
-def measured(values: Sequence[float], points: int = 101) -> Distribution:
-    """The law of measured values, by its quantiles.
-
-    Raises:
-      ValueError: without values.
-    """
-    if not len(values):
-        raise ValueError("nothing was measured")
-    return Distribution("quantiles", tuple(np.quantile(np.asarray(values, np.float64), np.linspace(0, 1, points))))
+from asyncrl_jax.laws import Distribution, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Times, sizes and faults. Distributions are texts, see `Distribution`; one for each level, separated by `;`."""
+    """Times, sizes and faults. Distributions are texts, see `laws.py`; one for each level, separated by `;`."""
 
     duration_s: float = setting(3600.0, "simulated time after which the run stops, in s; 0: only at num_updates")
     episode_s: str = setting("lognormal:20:1.0", "law of one episode's time on its slot, in s; by level with ;")
+    turns: str = setting(
+        "constant:1", "law of an episode's turns, to each of which environment.turn_delay_s is added; by level with ;"
+    )
     episode_tokens: str = setting("lognormal:1500:0.7", "law of the tokens one episode samples; by level with ;")
     update_s: str = setting("lognormal:40:0.1", "law of one optimizer update, in s")
     publish_s: float = setting(5.0, "from an update's end until its version is announced, in s")
@@ -111,7 +40,7 @@ class Inputs:
     deadlines: bool = setting(True, "tickets have deadlines; off: only what is outstanding is bounded, to compare")
 
     def __post_init__(self) -> None:
-        for name in ("episode_s", "episode_tokens", "update_s"):
+        for name in ("episode_s", "turns", "episode_tokens", "update_s"):
             self._laws(name)
         if len(self._laws("update_s")) != 1:
             raise ValueError(f"--simulate.update_s={self.update_s}: one law, updates have no level")
@@ -149,10 +78,11 @@ class Draws:
 
     _BLOCK = 1024  # tickets
 
-    def __init__(self, inputs: Inputs, seed: int, group_size: int):
+    def __init__(self, inputs: Inputs, seed: int, group_size: int, turn_delay_s: str = ""):
         self._inputs = inputs
         self._seed = seed
         self._size = group_size
+        self._turn_delay = parse(turn_delay_s) if turn_delay_s else None
         self._blocks: dict[tuple[str, int], tuple[int, list[list[float]]]] = {}
 
     def episodes(self, ticket: int, level: int) -> tuple[list[float], list[float]]:
@@ -173,6 +103,16 @@ class Draws:
         if held is None or held[0] != block:
             number = sum(name.encode())  # of the stream, so that no two fields share theirs
             generator = np.random.default_rng((self._seed, number, level, block))
-            held = (block, self._inputs.law(name, level).sample(generator, (self._BLOCK, width)).tolist())
+            drawn = self._inputs.law(name, level).sample(generator, (self._BLOCK, width))
+            if name == "episode_s" and self._turn_delay is not None:
+                drawn = drawn + self._delays(generator, level, drawn.shape)
+            held = (block, drawn.tolist())
             self._blocks[name, level] = held
         return held[1][row]
+
+    def _delays(self, generator: np.random.Generator, level: int, shape: tuple[int, ...]) -> np.ndarray:
+        """What the environment's added waits come to in an episode, in s."""
+        assert self._turn_delay is not None
+        turns = np.rint(self._inputs.law("turns", level).sample(generator, shape)).astype(int)
+        waits = self._turn_delay.sample(generator, (*shape, int(turns.max(initial=0))))
+        return np.where(np.arange(waits.shape[-1]) < turns[..., None], waits, 0.0).sum(axis=-1)

@@ -68,7 +68,7 @@ class Simulation:
         self.rates = Rates()
         self._config, self._inputs, self._lag = config, inputs, config.effective_lag
         self._settings = config.learner
-        self._draws = Draws(inputs, config.seed, config.learner.group_size)
+        self._draws = Draws(inputs, config.seed, config.learner.group_size, config.environment.turn_delay_s)
         self._speeds = self._draws.chances(_SPEED, 0)
         factors = [self._factor() for _ in range(config.actor.num_hosts)]
         self.fleet = Fleet(factors, config.actor.slots, inputs.dispatch_s, self.versions, self._lag.actor_updates)

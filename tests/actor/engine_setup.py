@@ -86,8 +86,8 @@ def publish_versions(directory, numbers=range(3)):
     return versions
 
 
-def make_engine(**kwargs):
-    return JaxEngine(MODEL, num_slots=4, max_tokens=MAX_TOKENS, canary_tolerance=1e-3, **kwargs)
+def make_engine(num_slots=4, **kwargs):
+    return JaxEngine(MODEL, num_slots=num_slots, max_tokens=MAX_TOKENS, canary_tolerance=1e-3, **kwargs)
 
 
 @contextlib.asynccontextmanager

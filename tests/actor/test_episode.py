@@ -150,3 +150,12 @@ def test_orch_11_a_cancelled_episode_closes_everything_and_stays_cancelled():
 def test_engine_errors_are_not_the_environments():
     with pytest.raises(IndexError):  # the script has no turn left: a bug, which must end the process
         play(ScriptedPolicy(), ScriptedEnvironment())
+
+
+def test_an_added_delay_is_a_part_of_the_environments_answer():
+    """Two turns of 0.2 s each are waited for, and count against the limit of a call."""
+    engine, environment = ScriptedPolicy((4, STOP), (5, 6, STOP)), ScriptedEnvironment()
+    trajectory = play(engine, environment, turn_delay_s="constant:0.2", call_timeout_s=5.0)
+    assert trajectory.sampling_ended_at - trajectory.sampling_started_at >= 0.4
+    with pytest.raises(EpisodeFailed, match=r"step: no answer within 0\.05 s"):
+        play(ScriptedPolicy((4, STOP)), ScriptedEnvironment(), turn_delay_s="constant:0.2")

@@ -152,12 +152,12 @@ def test_a_serving_program_that_lies_is_refused(monkeypatch, fault):
 
     def lie(params, cache, block, *args, **kwargs):
         if fault == "temperature ignored":
-            block = block._replace(temperature_B=np.ones_like(block.temperature_B))
+            block = block._replace(temperature_R=np.ones_like(block.temperature_R))
         if fault == "stale weights":
             params = stale
         sampled, cache = decode(params, cache, block, *args, **kwargs)
         if fault == "log-probs of the step before":
-            sampled = sampled._replace(logprobs_NB=np.roll(np.asarray(sampled.logprobs_NB), 1, axis=0))
+            sampled = sampled._replace(logprobs_NR=np.roll(np.asarray(sampled.logprobs_NR), 1, axis=0))
         return sampled, cache
 
     def lie_about_prompts(params, cache, chunk):
@@ -255,6 +255,35 @@ def test_a_group_computes_its_prompt_once(monkeypatch, share):
     needed = len(PROMPT) - 1
     assert reused == (3 * needed if share else 0)
     assert needed - 8 <= prefilled <= (1 if share else 4) * needed
+
+
+def test_few_sequences_are_decoded_by_fewer_rows_to_the_same_tokens(monkeypatch):
+    """32 slots: three sessions fill no more than a quarter of them; among twelve, they are rows of a whole block."""
+
+    async def run():
+        engine, rows = make_engine(num_slots=32), []
+        await load(engine, 0)
+        decode = engine._programs.decode
+
+        def watched(params, cache, block, *args, **kwargs):
+            rows.append(len(block.rows_R))
+            return decode(params, cache, block, *args, **kwargs)
+
+        monkeypatch.setattr(engine, "_programs", engine._programs._replace(decode=watched))
+        async with running(engine):
+            for seed in range(20):  # hold slots and rest
+                await engine.open(seed, 1.0)
+            sessions = [converse(engine, 100 + seed, turns=((5, 6), (7, 8, 9)), length=9) for seed in range(3)]
+            few = await asyncio.gather(*sessions)
+            assert set(rows) == {8}
+            sessions = [converse(engine, 100 + seed, turns=((5, 6), (7, 8, 9)), length=9) for seed in range(12)]
+            many = await asyncio.gather(*sessions)
+            assert 32 in rows
+        for alone, among in zip(few, many[:3], strict=True):
+            assert alone[0] == among[0]
+            np.testing.assert_allclose(alone[1], among[1], atol=1e-5)
+
+    asyncio.run(run())
 
 
 def test_a_prefix_outlives_its_session_but_not_its_weights():

@@ -109,6 +109,7 @@ MISTAKES = {
     "--config.mod=sync": "did you mean --config.mode",
     "--config.seed=three": "--config.seed=three",
     "--config.mode=turbo": "--config.mode=turbo: use one of sync, semi_async, async",
+    "--config.environment.turn_delay_s=lognormal:1": "turn_delay_s='lognormal:1': lognormal takes 2",
     "--config.learner.learning_rate=nan": "--config.learner.learning_rate=nan",
     "--config.environment.level_weights=1,x": "'1,x' is not a comma list of floats",
     "--preset=fast": "--preset=fast",

@@ -1,14 +1,16 @@
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from asyncrl_jax.config import Config, override
-from asyncrl_jax.config_file import write_config
+from asyncrl_jax.config_file import read_config, write_config
+from asyncrl_jax.laws import Delays, parse
+from asyncrl_jax.seeds import member_seed
 from asyncrl_jax.simulate.calibrate import calibrate
-from asyncrl_jax.simulate.inputs import parse
 from asyncrl_jax.simulate.simulation import simulate
-from asyncrl_jax.transport.archive import ArchivedGroup, write_groups
+from asyncrl_jax.transport.archive import ArchivedGroup, read_groups, write_groups
 from asyncrl_jax.types import FinishReason, Group, Task, Ticket, Trajectory
 
 UPDATES, UPDATE_S, EPISODE_S, PUBLISH_S, DISPATCH_S, HANDOVER_S = 20, 2.0, 0.75, 0.5, 0.25, 0.125
@@ -61,6 +63,29 @@ def test_the_times_of_a_run_are_read_back(run_dir):
     assert inputs.dispatch_s == pytest.approx(DISPATCH_S, abs=1e-3)
     assert inputs.handover_s == pytest.approx(HANDOVER_S, abs=1e-3)
     assert inputs.zero_variance_share == 0.5
+
+
+def test_an_added_delay_is_taken_out_of_what_was_measured(run_dir):
+    """It is drawn anew by the simulation, so that it can be another one there."""
+    config, law = read_config(run_dir / "config.json"), "lognormal:0.05:1.0"
+    write_config(run_dir / "config.json", override(config, {"environment.turn_delay_s": law}))
+    (path,) = (run_dir / "archive").glob("groups-*.avro")
+    rows = []
+    for row in read_groups(path):
+        delayed = [
+            dataclasses.replace(
+                one,
+                sampling_ended_at=one.sampling_ended_at
+                + Delays(law, member_seed(row.group.ticket.seed, member, 1)).next_s(),
+            )
+            for member, one in enumerate(row.group.trajectories)
+        ]
+        rows.append(dataclasses.replace(row, group=dataclasses.replace(row.group, trajectories=tuple(delayed))))
+    write_groups(path, rows)
+    config, inputs = calibrate(run_dir)
+    assert config.environment.turn_delay_s == law
+    assert set(np.round(inputs.law("episode_s").numbers, 3)) == {EPISODE_S}
+    assert set(inputs.law("turns").numbers) == {1.0}
 
 
 def test_a_calibrated_simulation_runs_as_long_as_its_learner_does(run_dir):

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from asyncrl_jax.simulate.inputs import Draws, Inputs, measured, parse
+from asyncrl_jax.laws import measured, parse
+from asyncrl_jax.simulate.inputs import Draws, Inputs
 
 
 def test_a_law_has_the_median_and_the_tail_that_it_says():
@@ -52,3 +53,12 @@ def test_a_ticket_draws_the_same_in_whatever_order_it_comes():
     second = [backward.episodes(number, 2) for number in (3000, 5)]
     assert first == second[::-1]
     assert forward.episodes(5, 1) != forward.episodes(5, 2)
+
+
+def test_the_environments_delay_is_added_for_every_turn():
+    inputs = Inputs(episode_s="constant:5", turns="constant:1;constant:3")
+    assert Draws(inputs, 0, 2).episodes(0, 2)[0] == [5.0, 5.0]
+    assert Draws(inputs, 0, 2, "constant:0.5").episodes(0, 1)[0] == [5.5, 5.5]
+    assert Draws(inputs, 0, 2, "constant:0.5").episodes(0, 2)[0] == [6.5, 6.5]
+    drawn = [Draws(inputs, 0, 2, "exponential:2").episodes(ticket, 2)[0][0] for ticket in range(1000)]
+    assert np.mean(drawn) == pytest.approx(5 + 3 * 2, rel=0.05)

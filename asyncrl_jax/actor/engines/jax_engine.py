@@ -196,12 +196,12 @@ class JaxEngine:
         )
         done: Sampled = await self._on_device(jax.device_get, sampled)
         assert version is not None
-        ended, num_sampled = slots.block_done(plan, done.tokens_NB, done.logprobs_NB, done.fed_B, version)
+        ended, num_sampled = slots.block_done(plan, done.tokens_NR, done.logprobs_NR, done.fed_R, version)
         for slot, stopped in ended:
             self._answer(slot, stopped=stopped)
         self._num_chunks = 0
         self.counters.num_steps += int(done.num_steps)
-        self.counters.num_fed_tokens += int(done.fed_B.sum())
+        self.counters.num_fed_tokens += int(done.fed_R.sum())
         self.counters.num_sampled_tokens += num_sampled
 
     async def _on_device(self, wait: Callable[[Any], Any], result: Any) -> Any:

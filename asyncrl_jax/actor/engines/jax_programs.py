@@ -3,13 +3,13 @@
 All shapes are static, and every shape is compiled in `warm_up`:
 
     decode    up to N steps in one loop on the device, sampling included; one program for each of a few lengths L of
-              cache, so that attention reads what is filled and little more
+              cache, so that attention reads what is filled and little more, and for all rows or a quarter of them
     prefill   a chunk of several prompts, in one of a few shapes [rows, tokens]; makes keys and values, no logits
     copy      keys and values of a prefix, from row to row
     score     log-probs of whole sequences, without a cache; proofs alone need it
 
-Dimensions: B rows (slots of the engine), N steps of a block, P rows of a prefill, T tokens of one of them, S positions
-of the cache, V vocabulary.
+Dimensions: B rows (slots of the engine), R rows of a block, N steps of a block, P rows of a prefill, T tokens of one of
+them, S positions of the cache, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import numpy as np
 from asyncrl_jax.actor.engines.jax_sampling import sample
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models import KVCache, Params, graph_of, merge
-from asyncrl_jax.models.decoding import copy_rows, decode_step, extend, leading_slots, with_leading_slots
+from asyncrl_jax.models.decoding import copy_rows, decode_step, extend, part_of, with_part
 
 COPIED_ROWS = 16  # of one copy
 _SHORTEST_LENGTH = 32  # below it attention is no part of a step's time
 _MOST_LENGTHS = 4
+_FEWEST_ROWS = 8  # fewer take hardly less time
 _PREFILL_WIDTHS = (16, 64, 256)  # tokens of a row
 
 
@@ -40,20 +41,21 @@ Array = Any  # NumPy's on the host, JAX's inside of a program
 class Block(NamedTuple):
     """What a block of decode steps is to do. NumPy arrays that nobody changes any more."""
 
-    tokens_B: Array  # int32; next token to feed
-    positions_B: Array  # int32; its position
-    steps_B: Array  # int32; tokens to feed at most, 0 for a row that rests
-    given_NB: Array  # int32; what follows the token that step n feeds, where that is known; -1 where it is sampled
-    seeds_B2: Array  # uint32
-    temperature_B: Array  # float32
+    rows_R: Array  # int32 rows of the cache, each at most once; B for none. All B of them stand in their order
+    tokens_R: Array  # int32; next token to feed
+    positions_R: Array  # int32; its position
+    steps_R: Array  # int32; tokens to feed at most, 0 for a row that rests
+    given_NR: Array  # int32; what follows the token that step n feeds, where that is known; -1 where it is sampled
+    seeds_R2: Array  # uint32
+    temperature_R: Array  # float32
 
 
 class Sampled(NamedTuple):
     """What a block of decode steps did."""
 
-    tokens_NB: Array  # int32; the token that followed step n
-    logprobs_NB: Array  # float32; of that token, where it was sampled
-    fed_B: Array  # int32; steps that fed a token of the row
+    tokens_NR: Array  # int32; the token that followed step n
+    logprobs_NR: Array  # float32; of that token, where it was sampled
+    fed_R: Array  # int32; steps that fed a token of the row
     num_steps: Array  # int32
 
 
@@ -102,6 +104,12 @@ class Shapes:
         return tuple(reversed(lengths))
 
     @functools.cached_property
+    def row_counts(self) -> tuple[int, ...]:
+        """Rows R that decode is compiled for: all, and a quarter, for when few sequences want tokens."""
+        quarter = self.num_slots // 4
+        return (self.num_slots,) if self.batch_invariant or quarter < _FEWEST_ROWS else (quarter, self.num_slots)
+
+    @functools.cached_property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """[P, T] of the prefills."""
         narrowest, *others = _PREFILL_WIDTHS
@@ -110,7 +118,7 @@ class Shapes:
 
     def length_for(self, block: Block) -> int:
         """The shortest cache length that holds what the block feeds."""
-        end = int((block.positions_B + block.steps_B)[block.steps_B > 0].max(initial=0))
+        end = int((block.positions_R + block.steps_R)[block.steps_R > 0].max(initial=0))
         return next(length for length in self.lengths if length >= end)
 
 
@@ -122,31 +130,35 @@ def programs_for(config: ModelConfig) -> Programs:
     def decode(
         params: Params, cache: KVCache, block: Block, stop_BV: jax.Array, patience: jax.Array, *, length: int
     ) -> tuple[Sampled, KVCache]:
-        decoder, rows_B = merge(graph, params), jnp.arange(block.tokens_B.shape[0])
-        most_steps = block.given_NB.shape[0]
+        decoder = merge(graph, params)
+        num_slots, (most_steps, num_rows) = stop_BV.shape[0], block.given_NR.shape
+        whole = num_rows == num_slots  # then nothing is moved
+        stop_RV = stop_BV if whole else jnp.take(stop_BV, block.rows_R, axis=0, mode="clip")
+        order_R = jnp.arange(num_rows)
 
         def goes_on(state: tuple[Any, ...]) -> jax.Array:
-            step, rested, left_B = state[:3]
-            return (step < most_steps) & (rested <= patience) & jnp.any(left_B > 0)
+            step, rested, left_R = state[:3]
+            return (step < most_steps) & (rested <= patience) & jnp.any(left_R > 0)
 
         def one_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            step, rested, left_B, fed_B, tokens_B, cache, tokens_NB, logprobs_NB = state
-            active_B, positions_B = left_B > 0, block.positions_B + fed_B
-            logits_BV, cache = decode_step(decoder, tokens_B, positions_B, active_B, cache)
-            sampled_B, logprobs_B = sample(logits_BV, block.temperature_B, block.seeds_B2, positions_B)
-            given_B = block.given_NB[step]
-            next_B = jnp.where(given_B >= 0, given_B, sampled_B)
-            ended_B = (given_B < 0) & stop_BV[rows_B, next_B]
-            left_B = jnp.where(ended_B, 0, jnp.maximum(left_B - 1, 0))
-            rested += jnp.sum((block.steps_B > 0) & (left_B == 0), dtype=jnp.int32)
-            tokens_NB, logprobs_NB = tokens_NB.at[step].set(next_B), logprobs_NB.at[step].set(logprobs_B)
-            return step + 1, rested, left_B, fed_B + active_B, next_B, cache, tokens_NB, logprobs_NB
+            step, rested, left_R, fed_R, tokens_R, cache, tokens_NR, logprobs_NR = state
+            active_R, positions_R = left_R > 0, block.positions_R + fed_R
+            logits_RV, cache = decode_step(decoder, tokens_R, positions_R, active_R, cache)
+            sampled_R, logprobs_R = sample(logits_RV, block.temperature_R, block.seeds_R2, positions_R)
+            given_R = block.given_NR[step]
+            next_R = jnp.where(given_R >= 0, given_R, sampled_R)
+            ended_R = (given_R < 0) & stop_RV[order_R, next_R]
+            left_R = jnp.where(ended_R, 0, jnp.maximum(left_R - 1, 0))
+            rested += jnp.sum((block.steps_R > 0) & (left_R == 0), dtype=jnp.int32)
+            tokens_NR, logprobs_NR = tokens_NR.at[step].set(next_R), logprobs_NR.at[step].set(logprobs_R)
+            return step + 1, rested, left_R, fed_R + active_R, next_R, cache, tokens_NR, logprobs_NR
 
-        none, nothing_B = jnp.zeros((), jnp.int32), jnp.zeros_like(block.steps_B)
-        outputs_NB = jnp.zeros(block.given_NB.shape, jnp.int32), jnp.zeros(block.given_NB.shape, jnp.float32)
-        state = none, none, block.steps_B, nothing_B, block.tokens_B, leading_slots(cache, length), *outputs_NB
-        num_steps, _, _, fed_B, _, leading, tokens_NB, logprobs_NB = jax.lax.while_loop(goes_on, one_step, state)
-        return Sampled(tokens_NB, logprobs_NB, fed_B, num_steps), with_leading_slots(cache, leading)
+        none, nothing_R = jnp.zeros((), jnp.int32), jnp.zeros_like(block.steps_R)
+        outputs_NR = jnp.zeros(block.given_NR.shape, jnp.int32), jnp.zeros(block.given_NR.shape, jnp.float32)
+        rows_R = None if whole else block.rows_R
+        state = none, none, block.steps_R, nothing_R, block.tokens_R, part_of(cache, rows_R, length), *outputs_NR
+        num_steps, _, _, fed_R, _, part, tokens_NR, logprobs_NR = jax.lax.while_loop(goes_on, one_step, state)
+        return Sampled(tokens_NR, logprobs_NR, fed_R, num_steps), with_part(cache, part, rows_R)
 
     def prefill(params: Params, cache: KVCache, chunk: Chunk) -> KVCache:
         return extend(merge(graph, params), *chunk, cache)[1]
@@ -176,12 +188,12 @@ def on_device(array: np.ndarray) -> jax.Array:
 def warm_up(programs: Programs, shapes: Shapes, params: Params, cache: KVCache, vocab_size: int) -> KVCache:
     """Compiles every shape, by runs that do nothing; returns the cache."""
     stop_BV = on_device(np.zeros((shapes.num_slots, vocab_size), bool))
-    nothing_B, none = np.zeros(shapes.num_slots, np.int32), np.int32(0)
-    seeds_B2, ones_B = np.zeros((shapes.num_slots, 2), np.uint32), np.ones(shapes.num_slots, np.float32)
-    given_NB = np.zeros((shapes.num_steps, shapes.num_slots), np.int32)
-    block = Block(nothing_B, nothing_B, nothing_B, given_NB, seeds_B2, ones_B)
-    for length in shapes.lengths:
-        cache = programs.decode(params, cache, block, stop_BV, none, length=length)[1]
+    for num_rows in shapes.row_counts:
+        nothing_R, ones_R = np.zeros(num_rows, np.int32), np.ones(num_rows, np.float32)
+        given_NR, seeds_R2 = np.zeros((shapes.num_steps, num_rows), np.int32), np.zeros((num_rows, 2), np.uint32)
+        block = Block(np.arange(num_rows, dtype=np.int32), nothing_R, nothing_R, nothing_R, given_NR, seeds_R2, ones_R)
+        for length in shapes.lengths:
+            cache = programs.decode(params, cache, block, stop_BV, np.int32(0), length=length)[1]
     if shapes.batch_invariant:
         return cache
     for num_rows, width in shapes.chunks:

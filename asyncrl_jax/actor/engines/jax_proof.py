@@ -92,7 +92,7 @@ def _sample(
             block = slots.plan_block()
             length = shapes.length_for(block.work)
             sampled, cache = programs.decode(params, cache, block.work, stop_BV, np.int32(0), length=length)
-            tokens_NB, logprobs_NB, fed_B, _ = map(np.asarray, sampled)
-            slots.block_done(block, tokens_NB, logprobs_NB, fed_B, version=0)
+            tokens_NR, logprobs_NR, fed_R, _ = map(np.asarray, sampled)
+            slots.block_done(block, tokens_NR, logprobs_NR, fed_R, version=0)
     end = start + num_new
     return slots.tokens_BS[:num_rows, :end], slots.logprobs_BS[:num_rows, start:end], cache

@@ -6,7 +6,8 @@ prefill a slot looks for another row of the cache that holds the same prefix, al
 it; where a slot of the same prefix is about to be prefilled, it waits for that one. So the members of a group compute
 their prompt once.
 
-Dimensions: B slots, S positions, N steps of a block, P rows of a chunk, T tokens of one of them, V vocabulary.
+Dimensions: B slots, S positions, N steps of a block, R rows of one, P rows of a chunk, T tokens of one of them, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Plan(NamedTuple, Generic[Work]):
     work: Work
     slots: np.ndarray
     turns: np.ndarray
+    columns: np.ndarray  # where each of the slots stands in the work
 
 
 class Slots:
@@ -213,34 +215,44 @@ class Slots:
             chunk.tokens_PT[row, :length] = self.tokens_BS[slot, start : start + length]
         used = slice(len(slots))
         chunk.rows_P[used], chunk.starts_P[used], chunk.lengths_P[used] = slots, self.fed_B[slots], lengths
-        return self._planned(chunk, slots)
+        return self._planned(chunk, slots, np.arange(len(slots)))
 
     def plan_block(self) -> Plan[Block]:
-        """As many steps as there are to do."""
-        num_steps = self._shapes.num_steps
+        """As many steps as there are to do, of as few rows as there is a program for."""
+        num_steps, num_slots = self._shapes.num_steps, len(self.fed_B)
         slots = np.flatnonzero(self.generating_B & ~self._prefilling_B)
+        num_rows = next(count for count in self._shapes.row_counts if count >= len(slots))
+        rows_R = np.arange(num_slots)
+        columns = slots
+        if num_rows < num_slots:
+            rows_R = np.full(num_rows, num_slots)
+            rows_R[: len(slots)] = slots
+            columns = np.arange(len(slots))
         fed = self.fed_B[slots]
-        steps_B = np.zeros_like(self.fed_B)
-        steps_B[slots] = np.minimum(num_steps, self._limit_B[slots] - 1 - fed)
-        given_NB = np.full((num_steps, len(steps_B)), -1, np.int32)
-        for slot in slots[self.known_B[slots] - 1 > fed]:
+        steps_R = np.zeros(num_rows, np.int32)
+        steps_R[columns] = np.minimum(num_steps, self._limit_B[slots] - 1 - fed)
+        given_NR = np.full((num_steps, num_rows), -1, np.int32)
+        waiting = self.known_B[slots] - 1 > fed
+        for slot, column in zip(slots[waiting], columns[waiting], strict=True):
             start = self.fed_B[slot] + 1
             tokens = self.tokens_BS[slot, start : min(start + num_steps, self.known_B[slot])]
-            given_NB[: len(tokens), slot] = tokens
-        rows_B = np.arange(len(steps_B))
+            given_NR[: len(tokens), column] = tokens
+        from_R = np.minimum(rows_R, num_slots - 1)
+        positions_R = self.fed_B[from_R]
         block = Block(
-            self.tokens_BS[rows_B, np.minimum(self.fed_B, self.tokens_BS.shape[1] - 1)],
-            self.fed_B.copy(),
-            steps_B,
-            given_NB,
-            self._seeds_B2.copy(),
-            self._temperature_B.copy(),
+            rows_R.astype(np.int32),
+            self.tokens_BS[from_R, np.minimum(positions_R, self.tokens_BS.shape[1] - 1)],
+            positions_R,
+            steps_R,
+            given_NR,
+            self._seeds_B2[from_R],
+            self._temperature_B[from_R],
         )
-        return self._planned(block, slots)
+        return self._planned(block, slots, columns)
 
-    def _planned(self, work: Work, slots: np.ndarray) -> Plan[Work]:
+    def _planned(self, work: Work, slots: np.ndarray, columns: np.ndarray) -> Plan[Work]:
         self._working_B[slots] = True
-        return Plan(work, slots, self._turn_B[slots])
+        return Plan(work, slots, self._turn_B[slots], columns)
 
     # --------------------------------------------------------------------------------------------------------- results
 
@@ -261,20 +273,21 @@ class Slots:
         self._kept_BS[slot, start : start + count] = self.tokens_BS[slot, start : start + count]
 
     def block_done(
-        self, plan: Plan[Block], tokens_NB: np.ndarray, logprobs_NB: np.ndarray, fed_B: np.ndarray, version: int
+        self, plan: Plan[Block], tokens_NR: np.ndarray, logprobs_NR: np.ndarray, fed_R: np.ndarray, version: int
     ) -> tuple[list[Ended], int]:
         """Takes what the block sampled; returns (turns that are over, number of tokens sampled)."""
         self._working_B[:] = False
-        slots = plan.slots[self._turn_B[plan.slots] == plan.turns]
-        starts, counts = self.fed_B[slots], fed_B[slots]
+        current = self._turn_B[plan.slots] == plan.turns
+        slots, columns = plan.slots[current], plan.columns[current]
+        starts, counts = self.fed_B[slots], fed_R[columns]
         given = np.minimum(self.known_B[slots] - 1 - starts, counts)
-        steps_N1 = np.arange(len(tokens_NB))[:, None]
+        steps_N1 = np.arange(len(tokens_NR))[:, None]
         # [N, slots]: steps whose token was sampled, and where it goes
         new = (steps_N1 >= given[None]) & (steps_N1 < counts[None])
-        step, column = np.nonzero(new)
-        rows, positions = slots[column], starts[column] + 1 + step
-        self.tokens_BS[rows, positions] = tokens_NB[step, rows]
-        self.logprobs_BS[rows, positions] = logprobs_NB[step, rows]
+        step, index = np.nonzero(new)
+        rows, positions = slots[index], starts[index] + 1 + step
+        self.tokens_BS[rows, positions] = tokens_NR[step, columns[index]]
+        self.logprobs_BS[rows, positions] = logprobs_NR[step, columns[index]]
         self.versions_BS[rows, positions] = version
         self.known_B[slots] += counts - given
         for slot, count in zip(slots, counts, strict=True):
