@@ -32,7 +32,7 @@ from .intake import Intake
 from .lag_worth import LagWorth
 from .packing import groups_for_update
 from .pool import Drawn, Moment, Pool, PooledGroup, bucket_of
-from .progress import lag_statistics
+from .progress import Pace, lag_statistics
 from .publisher import Publisher
 from .settlement import Settlement, TrainedGroup
 from .staleness import Staleness
@@ -96,12 +96,9 @@ class Learner:
         self.undone: set[str] = set()  # tickets trained on an abandoned line and not on this one
         self.settled: set[str] = set()  # tickets settled by a checkpoint that is no more, trained on once again
         self.cut: set[str] = set()  # tickets whose late members were given up
-        self.update_s = 0.0  # seconds between updates, smoothed
         self.starved_s = 0.0  # the last update's wait for a pool with enough groups
         self.lag_worth = LagWorth()
-        self.step_s = 0.0  # of them busy with the update, smoothed
-        self.idle_share = 0.0  # of the time between updates, smoothed
-        self.starved_share = 0.0  # the same, without the wait for stragglers
+        self.pace = Pace()
         self.steering = Steering(redis, keys)
         self.directives = Directives()  # as of the last look
         self.directives_at = -math.inf  # when that was
@@ -345,13 +342,6 @@ class Learner:
 
     # -- what others see ---------------------------------------------------------------------------------------------
 
-    def smooth_times(self, seconds: float, step_s: float, idle_s: float) -> None:
-        """Args: seconds: since the update before; step_s: of them busy; idle_s: of them waiting for groups."""
-        self.update_s = seconds if self.update_s == 0 else 0.8 * self.update_s + 0.2 * seconds
-        self.step_s = step_s if self.step_s == 0 else 0.8 * self.step_s + 0.2 * step_s
-        self.idle_share = 0.8 * self.idle_share + 0.2 * min(idle_s / max(seconds, 1e-9), 1.0)
-        self.starved_share = 0.8 * self.starved_share + 0.2 * min(self.starved_s / max(seconds, 1e-9), 1.0)
-
     def _watch_balance(self, values: dict[str, Any]) -> None:
         """Says so when the load of experts begins to be uneven, and when it is even again."""
         imbalanced, alarm = values["imbalanced_layers"] > 0, self.config.experts.load_alarm
@@ -406,10 +396,7 @@ class Learner:
             "phase": self.phase,
             "warm_start_step": self.trainer.warm_start_step,
             "warm_start_accuracy": self.trainer.warm_start_accuracy,
-            "update_s": self.update_s,
-            "step_s": self.step_s,
-            "idle_share": self.idle_share,
-            "starved_share": self.starved_share,
+            **self.pace.told(),
             "clip_fraction": self.lag_worth.clip_fraction,
             "by_lag": self.lag_worth.by_lag(),
             "groups_by_bucket": dict(progress.groups_by_bucket),

@@ -109,7 +109,7 @@ def train(learner: Learner) -> None:
         now = time.monotonic()
         learner.progress.busy_s += now - started
         learner.progress.wait_s += started - collected_from
-        learner.smooth_times(now - finished_at, now - started, started - collected_from)
+        learner.pace.updated(now - finished_at, now - started, started - collected_from, learner.starved_s)
         finished_at = now
         learner.write_metrics(values, wait_s=started - collected_from, step_s=now - started)
 

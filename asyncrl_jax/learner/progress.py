@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import statistics
 from typing import Any
 
 import numpy as np
@@ -77,3 +78,51 @@ class Progress:
         histogram = collections.Counter({int(lag): count for lag, count in values["lag_histogram"].items()})
         buckets = collections.Counter(values.get("groups_by_bucket", {}))
         return cls(**(values | {"lag_histogram": histogram, "groups_by_bucket": buckets}))
+
+
+class Pace:
+    """How fast updates are, lately; what heartbeats tell and admission reckons with.
+
+    Times are medians of the last few updates, so that one that compiles or waits for a crash does not count for many
+    after it; shares are smoothed.
+    """
+
+    _RECENT = 5  # updates
+
+    def __init__(self) -> None:
+        self._recent: collections.deque[tuple[float, float]] = collections.deque(maxlen=self._RECENT)
+        self.idle_share = 0.0  # of the time between updates: waiting for groups
+        self.starved_share = 0.0  # the same, without the wait for stragglers
+
+    @property
+    def update_s(self) -> float:
+        """Seconds from update to update; 0 before the first."""
+        return statistics.median_low(seconds for seconds, _ in self._recent) if self._recent else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Of them busy with the update; 0 before the first."""
+        return statistics.median_low(step_s for _, step_s in self._recent) if self._recent else 0.0
+
+    def updated(self, seconds: float, step_s: float, idle_s: float, starved_s: float) -> None:
+        """An update is done.
+
+        Args:
+          seconds: since the update before.
+          step_s: of them busy.
+          idle_s: of them waiting for groups.
+          starved_s: of these without enough groups for an update.
+        """
+        self._recent.append((seconds, step_s))
+        seconds = max(seconds, 1e-9)
+        self.idle_share = 0.8 * self.idle_share + 0.2 * min(idle_s / seconds, 1.0)
+        self.starved_share = 0.8 * self.starved_share + 0.2 * min(starved_s / seconds, 1.0)
+
+    def told(self) -> dict[str, float]:
+        """What a heartbeat carries of it."""
+        return {
+            "update_s": self.update_s,
+            "step_s": self.step_s,
+            "idle_share": self.idle_share,
+            "starved_share": self.starved_share,
+        }

@@ -163,7 +163,7 @@ class Simulation:
         return self._inputs.slow_factor if self._speeds() < self._inputs.slow_share else 1.0
 
     def _on_beat(self, _: Any) -> None:
-        self._beat = dict(vars(self.rates))
+        self._beat = self.rates.told()
         self._at(self.now + self._config.actor.heartbeat_s, "beat")
         self._admit()
 
@@ -364,7 +364,8 @@ class Simulation:
         self.update += 1
         self.spent.busy_s += self.now - began
         self.spent.wait_s += wait_s
-        self.rates.updated(self.now - self._finished_at, wait_s, starved_s)
+        seconds = self.now - self._finished_at
+        self.rates.updated(seconds, seconds - wait_s, wait_s, starved_s)
         self._finished_at = self._collecting_since = self.now
         self._enough_at, self._cut = None, False
         self._uses -= len(self.trainer.batch)

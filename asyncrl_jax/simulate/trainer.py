@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from itertools import chain
 
 import numpy as np
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.learner.progress import Pace
 from asyncrl_jax.simulate.fleet import Flight, Versions
 
 
-@dataclasses.dataclass
-class Rates:
-    """What the learner says in its heartbeat, smoothed as the real one smooths it."""
+class Rates(Pace):
+    """What the learner says in its heartbeat."""
 
-    update_s: float = 0.0
-    step_s: float = 0.0
-    service_s: float = 0.0
-    idle_share: float = 0.0
-    starved_share: float = 0.0
-
-    def updated(self, seconds: float, idle_s: float, starved_s: float) -> None:
-        step_s = seconds - idle_s
-        self.update_s = seconds if self.update_s == 0 else 0.8 * self.update_s + 0.2 * seconds
-        self.step_s = step_s if self.step_s == 0 else 0.8 * self.step_s + 0.2 * step_s
-        self.idle_share = 0.8 * self.idle_share + 0.2 * min(idle_s / max(seconds, 1e-9), 1.0)
-        self.starved_share = 0.8 * self.starved_share + 0.2 * min(starved_s / max(seconds, 1e-9), 1.0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.service_s = 0.0
 
     def served(self, seconds: float) -> None:
         self.service_s = seconds if self.service_s == 0 else 0.9 * self.service_s + 0.1 * seconds
+
+    def told(self) -> dict[str, float]:
+        return super().told() | {"service_s": self.service_s}
 
 
 class Trainer:

@@ -3,7 +3,7 @@
 All shapes are static, and every shape is compiled in `warm_up`:
 
     decode    up to N steps in one loop on the device, sampling included; one program for each of a few lengths L of
-              cache, so that attention reads what is filled and little more, and for all rows or a quarter of them
+              cache, so that attention reads what is filled and little more, and for all rows or a part of them
     prefill   a chunk of several prompts, in one of a few shapes [rows, tokens]; makes keys and values, no logits
     copy      keys and values of a prefix, from row to row
     score     log-probs of whole sequences, without a cache; proofs alone need it
@@ -32,7 +32,8 @@ COPIED_ROWS = 16  # of one copy
 _SHORTEST_LENGTH = 32  # below it attention is no part of a step's time
 _MOST_LENGTHS = 4
 _FEWEST_ROWS = 8  # fewer take hardly less time
-_PREFILL_WIDTHS = (16, 64, 256)  # tokens of a row
+_MOST_ROW_COUNTS = 3
+_PREFILL_WIDTHS = (16, 32, 64, 256)  # tokens of a row
 
 
 Array = Any  # NumPy's on the host, JAX's inside of a program
@@ -105,9 +106,11 @@ class Shapes:
 
     @functools.cached_property
     def row_counts(self) -> tuple[int, ...]:
-        """Rows R that decode is compiled for: all, and a quarter, for when few sequences want tokens."""
-        quarter = self.num_slots // 4
-        return (self.num_slots,) if self.batch_invariant or quarter < _FEWEST_ROWS else (quarter, self.num_slots)
+        """Rows R that decode is compiled for: all, and quarters of them for when few sequences want tokens."""
+        counts = [self.num_slots]
+        while not self.batch_invariant and counts[-1] // 4 >= _FEWEST_ROWS and len(counts) < _MOST_ROW_COUNTS:
+            counts.append(counts[-1] // 4)
+        return tuple(reversed(counts))
 
     @functools.cached_property
     def chunks(self) -> tuple[tuple[int, int], ...]:
