@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-OF_WHOLE_RUNS = {"pool_ablation"}  # take minutes to hours; only when they are named
+OF_WHOLE_RUNS = {"async_speedup", "foresight", "pool_ablation"}  # take minutes to hours; only when they are named
 
 
 def main(names: list[str]) -> int:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import sys
+import time
 from pathlib import Path
 
 from absl import flags as absl_flags
@@ -16,6 +18,20 @@ _RUN = absl_flags.DEFINE_string("run", None, "Directory of the run, as runs/late
 _NUM_UPDATES = absl_flags.DEFINE_integer("num_updates", None, "Updates to make again; by default all of them.")
 
 
+class _Progress:
+    """A line every few seconds, on standard error: standard output has the result alone."""
+
+    _EVERY_S = 5.0
+
+    def __init__(self) -> None:
+        self._told_at = time.monotonic()
+
+    def __call__(self, done: int, last: int) -> None:
+        if time.monotonic() - self._told_at >= self._EVERY_S:
+            self._told_at = time.monotonic()
+            print(f"asyncrl-replay: update {done} of {last}", file=sys.stderr)
+
+
 def main() -> int:
     """Replays the run and prints one JSON line; exit code 1 if a published version differs."""
     run_dir = Path(_RUN.value).resolve()
@@ -24,7 +40,7 @@ def main() -> int:
         os.environ.update(child_environment(os.environ))  # platform and threads as the learner of a local run has them
         from asyncrl_jax.learner.replay import replay  # imports JAX: only after the flags are known to be right
 
-        replayed = replay(config, run_dir, _NUM_UPDATES.value)
+        replayed = replay(config, run_dir, _NUM_UPDATES.value, _Progress())
     except (ValueError, FileNotFoundError) as error:
         flags.exit_with(str(error))
     print(json.dumps(dataclasses.asdict(replayed)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from asyncrl_jax.config import Config
@@ -66,13 +66,19 @@ def archived_groups(archive: Path, wanted: Iterable[str] | None = None) -> dict[
     }
 
 
-def replay(config: Config, run_dir: Path, num_updates: int | None = None) -> Replayed:
+def replay(
+    config: Config,
+    run_dir: Path,
+    num_updates: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, last: None,
+) -> Replayed:
     """Makes the updates of a run's surviving line again, from v0 on.
 
     Args:
       config: of the run.
       run_dir: with `archive/`, `reference/` (the weights of v0), `checkpoints/` and, to compare with, `weights/`.
       num_updates: to make at most; None for all that the newest checkpoint holds.
+      progress: called with (updates made, updates to make) after each.
 
     Raises:
       ValueError: if the archive does not hold an update or one of its groups.
@@ -124,5 +130,6 @@ def replay(config: Config, run_dir: Path, num_updates: int | None = None) -> Rep
         ]
         trainer.lr_scale = batch.lr_scale
         trainer.update(trained, lags, masks, batch.seed, update, batch.weights)
+        progress(update + 1, last)
         compare(update + 1)
     return Replayed(meta["line"], last, trainer.weights_digest(), tuple(equal), tuple(differing))

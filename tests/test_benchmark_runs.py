@@ -1,10 +1,10 @@
-"""The arithmetic of the pool's ablation; its runs take minutes and are not made here."""
+"""The arithmetic of benchmarks of whole runs, which take minutes and are not made here."""
 
 import math
 
 import pytest
 
-from benchmarks.pool_ablation import crossing, interval
+from benchmarks._runs import crossing, interval
 
 
 def test_the_gate_is_where_the_curve_first_crosses_it():

@@ -1,0 +1,260 @@
+"""What asynchrony gains with environments that take their time: wall-clock to the same success, `sync` ÷ `async`.
+
+    python -m benchmarks.async_speedup [--seeds 1 2 3] [--delays 0 0.1 0.3 1] [--keep DIRECTORY]
+
+Whole local runs of the quickstart's task (levels 1 and 2, two to four turns) on one actor host, 16 groups of 8 an
+update. Every turn's answer takes a lognormal time whose 99th percentile is ten times its median; the median is a
+multiple of the time of one update, which is measured first, in a sync run without delay. Delays are drawn from an
+episode's seed, so they do not depend on the mode.
+
+* Both modes start from the same weights: one supervised warm start for all runs, not counted.
+* The gate is success of the trajectories that arrived in the last `WINDOW` updates. In async they were sampled by older
+  weights than the newest, which counts against it.
+* Wall-clock is from the end of update `FIRST` (everything is compiled by then) to the gate. A sync run is stopped
+  there; an async one goes on to its end, for the figures of a learner in motion.
+* Slots are as many as an update has trajectories, in both; hosts play more episodes than that in async, where an
+  episode whose environment thinks lends its slot.
+
+One JSON line last. `ratio_at_D`: median over seeds of wall-clock sync ÷ async at a delay of D updates
+(`ratio_no_delay` for 0). Of the async runs at `--main_delay`: `learner_busy_async`; `tokens_to_archive`: tokens a
+second of a busy learner, waits left out, against the same updates made again from its archive with nothing beside;
+`throughput_to_archive`: the same with the waits; `discarded_share`: sampled tokens that were never trained on;
+`samples_ratio`: trajectories to the gate, async ÷ sync, with the 90 % interval of the mean log ratio over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl_jax.config_file import read_config
+from asyncrl_jax.local.environment import child_environment, learner_environment
+from asyncrl_jax.observe.metrics import read_rows
+
+from ._runs import interval, run
+
+GATE, WINDOW, FIRST = 0.9, 8, 3
+UPDATES = 120
+SIGMA = math.log(10) / 2.3263  # the 99th percentile is ten times the median
+LIMIT_S = 1800.0  # of one run
+
+MODEL = ["--config.model.num_layers=4", "--config.model.hidden_dim=128", "--config.model.head_dim=32"]
+TASK = ["--config.environment.level_weights=1,1", "--config.environment.call_timeout_s=600"]
+COMMON = [
+    *MODEL,
+    *TASK,
+    "--config.warm_start.num_steps=0",
+    "--config.actor.num_hosts=1",
+    "--config.actor.slots=128",
+    "--config.actor.heartbeat_s=0.25",
+    "--config.evaluation.every_updates=1000",
+    "--config.evaluation.num_tasks_per_level=20",
+    f"--config.learner.num_updates={UPDATES}",
+    "--config.learner.learning_rate=1e-4",
+    "--config.learner.lr_decay_updates=0",
+]
+MODES = {
+    "sync": ["--config.mode=sync", "--config.lag.straggler_wait_s=600"],
+    "async": [
+        "--config.mode=async",
+        "--config.actor.episodes=384",
+        "--config.lag.actor_updates=1",
+        "--config.lag.token_updates=8",
+        "--config.lag.straggler_policy=partial",
+        "--config.lag.straggler_wait_s=0.1",
+        "--config.weights.publish_every_updates=2",
+        "--config.weights.keep_versions=12",
+    ],
+}
+
+
+class Measured(NamedTuple):
+    """One run. Times in s."""
+
+    wall_s: float  # to the gate
+    samples: float  # trajectories to the gate
+    step_s: float  # median update
+
+
+def start_weights(directory: Path) -> Path:
+    """A Hugging Face directory with the weights that every run starts from."""
+    exported = directory / "start"
+    if not exported.exists():
+        flags = [*MODEL, *TASK, "--config.actor.num_hosts=1", "--config.warm_start.num_steps=1000"]
+        flags += ["--config.learner.num_updates=1", "--config.evaluation.num_tasks_per_level=20"]
+        run(directory / "warm", flags)
+        convert = [sys.executable, "-m", "asyncrl_jax.launchers.convert", "--version=0"]
+        subprocess.run([*convert, f"--source={directory / 'warm'}", f"--output={exported}"], check=True)
+    return exported
+
+
+def gate_reached(rows: Sequence[dict[str, Any]]) -> int | None:
+    """Updates after which success over the last `WINDOW` updates first reached the gate; None if it never did.
+
+    Args:
+      rows: of the learner's metrics, one an update, with `success_all` over `trajectories_all` arrivals.
+    """
+    for done in range(max(WINDOW, FIRST + 1), len(rows) + 1):
+        last = rows[done - WINDOW : done]
+        arrived = sum(row.get("trajectories_all", 0.0) for row in last)
+        successes = sum(row.get("success_all", 0.0) * row.get("trajectories_all", 0.0) for row in last)
+        if arrived and successes >= GATE * arrived:
+            return done
+    return None
+
+
+def to_the_gate(directory: Path, flags: list[str]) -> None:
+    """A whole run that is stopped when it has passed the gate.
+
+    Raises:
+      RuntimeError: if it ends otherwise.
+    """
+    command = [sys.executable, "-m", "asyncrl_jax.launchers.local", f"--config.run_dir={directory}", *flags]
+    metrics = directory / "metrics" / "learner.jsonl"
+    with (directory.parent / f"{directory.name}.out").open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        until = time.monotonic() + LIMIT_S
+        while process.poll() is None and time.monotonic() < until:
+            if metrics.exists() and gate_reached(read_rows(metrics)) is not None:
+                break
+            time.sleep(1.0)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.wait(60)
+    if gate_reached(read_rows(metrics)) is None:
+        raise RuntimeError(f"{directory}: success of {GATE} was not reached; exit code {process.returncode}")
+
+
+def measure(directory: Path) -> Measured:
+    """Of a run that reached the gate."""
+    rows = read_rows(directory / "metrics" / "learner.jsonl")
+    done = gate_reached(rows)
+    assert done is not None
+    return Measured(
+        wall_s=rows[done - 1]["time"] - rows[FIRST - 1]["time"],
+        samples=sum(row.get("trajectories_all", 0.0) for row in rows[:done]),
+        step_s=statistics.median(row["step_s"] for row in rows[FIRST:done]),
+    )
+
+
+class Steady(NamedTuple):
+    """A learner in motion, between its first updates and the last that tickets were issued for."""
+
+    busy: float
+    tokens_per_busy_s: float
+    tokens_per_s: float
+    discarded: float
+
+
+def steady(directory: Path) -> Steady:
+    """Of a run that went to its end."""
+    rows = read_rows(directory / "metrics" / "learner.jsonl")
+    # While the last tickets are played nothing new is issued: the end of a run is no part of its motion.
+    span = rows[FIRST : UPDATES - 9]
+    tokens, busy_s = sum(row["tokens"] for row in span), sum(row["step_s"] for row in span)
+    wall_s = span[-1]["time"] - rows[FIRST - 1]["time"]
+    summary = json.loads((directory / "summary.json").read_text())
+    sampled = max(row["tokens_sampled"] for row in read_rows(directory / "metrics" / "actor-0.jsonl"))
+    return Steady(busy_s / wall_s, tokens / busy_s, tokens / wall_s, 1.0 - summary["tokens_trained"] / sampled)
+
+
+def archive_tokens_per_s(directory: Path) -> float:
+    """Trained tokens a second of the same learner, fed from the run's archive, with nothing beside it."""
+    environment = learner_environment(child_environment(os.environ))
+    command = [sys.executable, "-m", "benchmarks.async_speedup", "--replay", str(directory)]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    seconds = json.loads(done.stdout.strip().splitlines()[-1])
+    rows = read_rows(directory / "metrics" / "learner.jsonl")[FIRST : UPDATES - 9]
+    return float(statistics.fmean(row["tokens"] for row in rows) / statistics.fmean(seconds))
+
+
+def replay_seconds(directory: Path) -> list[float]:
+    """Seconds of every update that `steady` counts, made again in this process."""
+    from asyncrl_jax.learner.replay import replay
+
+    ended = [time.perf_counter()]
+    replay(read_config(directory / "config.json"), directory, UPDATES - 9, lambda *_: ended.append(time.perf_counter()))
+    return [after - before for before, after in zip(ended[FIRST:], ended[FIRST + 1 :], strict=False)]
+
+
+class Runs:
+    """All runs of a benchmark, each made once and kept below a directory."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._weights = start_weights(root)
+        self.update_s = self._measured("sync", 0.0, "lone", 0).step_s
+
+    def __call__(self, mode: str, delay: float, seed: int) -> Measured:
+        return self._measured(mode, delay, f"{delay:g}", seed)
+
+    def directory(self, mode: str, delay: float, seed: int) -> Path:
+        return self._root / f"{mode}-{delay:g}-{seed}"
+
+    def _measured(self, mode: str, delay: float, label: str, seed: int) -> Measured:
+        directory = self._root / f"{mode}-{label}-{seed}"
+        if not (directory / "metrics" / "learner.jsonl").exists():
+            flags = [*COMMON, *MODES[mode], f"--config.model.checkpoint={self._weights}", f"--config.seed={seed}"]
+            if delay:
+                law = f"lognormal:{delay * self.update_s:.4g}:{SIGMA:.4g}"
+                flags.append(f"--config.environment.turn_delay_s={law}")
+            (run if mode == "async" else to_the_gate)(directory, flags)
+        found = measure(directory)
+        print(f"{directory.name}: {found.wall_s:.1f} s and {found.samples:.0f} samples to {GATE}", flush=True)
+        return found
+
+
+def main() -> None:
+    """Modes take turns within a seed, so that a machine that gets busier slows both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 0.1, 0.3, 1.0])
+    parser.add_argument("--main_delay", type=float, default=0.3)
+    parser.add_argument("--keep", type=Path, help="where the runs stay, and are found again; by default they go")
+    parser.add_argument("--replay", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.replay:
+        print(json.dumps(replay_seconds(given.replay)))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        root = (given.keep or Path(temporary)).absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        print(json.dumps(report(Runs(root), given)))
+
+
+def report(runs: Runs, given: argparse.Namespace) -> dict[str, Any]:
+    """The figures; see the module."""
+    found: dict[str, Any] = {"gate": GATE, "seeds": given.seeds, "update_s": round(runs.update_s, 3)}
+    for delay in given.delays:
+        pairs = [(runs("sync", delay, seed), runs("async", delay, seed)) for seed in given.seeds]
+        ratios = [sync.wall_s / free.wall_s for sync, free in pairs]
+        name = f"ratio_at_{delay:g}" if delay else "ratio_no_delay"
+        found[name] = round(statistics.median(ratios), 2)
+        found[name.replace("ratio", "ratios")] = [round(ratio, 2) for ratio in ratios]
+        if delay == given.main_delay:
+            mean, low, high = interval([free.samples / sync.samples for sync, free in pairs])
+            found["samples_ratio"] = round(mean, 3)
+            found["samples_ratio_90"] = [round(low, 3), round(high, 3)] if len(pairs) > 1 else None
+    directories = [runs.directory("async", given.main_delay, seed) for seed in given.seeds]
+    motion = [steady(directory) for directory in directories]
+    alone = archive_tokens_per_s(directories[0])
+    found["learner_busy_async"] = round(statistics.median(one.busy for one in motion), 3)
+    found["tokens_to_archive"] = round(motion[0].tokens_per_busy_s / alone, 3)
+    found["throughput_to_archive"] = round(motion[0].tokens_per_s / alone, 3)
+    found["discarded_share"] = round(statistics.median(one.discarded for one in motion), 4)
+    return found
+
+
+if __name__ == "__main__":
+    main()
