@@ -76,7 +76,7 @@ def _on_one_cpu() -> bool:
 
 def attend_cached(
     q_BTHK: jax.Array,
-    k_BGSK: jax.Array,
+    k_BGKS: jax.Array,
     v_BGSU: jax.Array,
     mask_BTS: jax.Array,
     *,
@@ -86,14 +86,14 @@ def attend_cached(
 
     Args:
       q_BTHK: queries.
-      k_BGSK: keys of the cache.
+      k_BGKS: keys of the cache.
       v_BGSU: values of the cache.
       mask_BTS: bool; what each query sees.
       sinks_H: see `attend_packed`.
     """
     if jax.default_backend() == "cpu":
-        return _attend_heads(q_BTHK, k_BGSK, v_BGSU, mask_BTS, sinks_H)
-    k_BSGK, v_BSGU = k_BGSK.transpose(0, 2, 1, 3), v_BGSU.transpose(0, 2, 1, 3)
+        return _attend_heads(q_BTHK, k_BGKS, v_BGSU, mask_BTS, sinks_H)
+    k_BSGK, v_BSGU = k_BGKS.transpose(0, 3, 1, 2), v_BGSU.transpose(0, 2, 1, 3)
     return attend_library(q_BTHK, k_BSGK, v_BSGU, mask_BTS, sinks_H)
 
 
@@ -118,17 +118,20 @@ def attend_einsum(
     q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
 ) -> jax.Array:
     """Softmax attention as two products, in float32 between them; returns [B, T, H, U]. The reference, and for CPUs."""
-    return _attend_heads(q_BTHK, k_BSGK.transpose(0, 2, 1, 3), v_BSGU.transpose(0, 2, 1, 3), mask_BTS, sinks_H)
+    return _attend_heads(q_BTHK, k_BSGK.transpose(0, 2, 3, 1), v_BSGU.transpose(0, 2, 1, 3), mask_BTS, sinks_H)
 
 
 def _attend_heads(
-    q_BTHK: jax.Array, k_BGSK: jax.Array, v_BGSU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
+    q_BTHK: jax.Array, k_BGKS: jax.Array, v_BGSU: jax.Array, mask_BTS: jax.Array, sinks_H: jax.Array | None
 ) -> jax.Array:
-    """`attend_einsum` of head-major keys and values."""
+    """`attend_einsum` of keys and values as a cache holds them."""
     batch, length, num_heads, head_dim = q_BTHK.shape
-    num_kv_heads = k_BGSK.shape[1]
-    q_BTGRK = q_BTHK.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores_BGRTS = jnp.einsum("BTGRK,BGSK->BGRTS", q_BTGRK * head_dim**-0.5, k_BGSK, preferred_element_type=jnp.float32)
+    num_kv_heads, num_keys = v_BGSU.shape[1:3]
+    q_BTGRK = q_BTHK.reshape(batch, length, num_kv_heads, -1, head_dim) * head_dim**-0.5
+    q_BGJK = q_BTGRK.transpose(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, -1, head_dim)
+    # Left as they are, the products read keys and values along their rows; an `einsum` turns them around.
+    scores_BGJS = jnp.matmul(q_BGJK, k_BGKS, preferred_element_type=jnp.float32)
+    scores_BGRTS = scores_BGJS.reshape(batch, num_kv_heads, -1, length, num_keys)
     scores_BGRTS = jnp.where(mask_BTS[:, None, None], scores_BGRTS, MASKED)
     # Normalising the output instead of the probabilities halves the time of the whole gradient on CPU.
     largest_BGRT1 = jax.lax.stop_gradient(jnp.max(scores_BGRTS, axis=-1, keepdims=True))
@@ -139,7 +142,8 @@ def _attend_heads(
     sums_BGRT1 = jnp.sum(weights_BGRTS, axis=-1, keepdims=True)
     if sinks_1GR11 is not None:
         sums_BGRT1 += jnp.exp(sinks_1GR11 - largest_BGRT1)
-    output_BGRTU = jnp.einsum("BGRTS,BGSU->BGRTU", weights_BGRTS.astype(v_BGSU.dtype), v_BGSU)
+    output_BGJU = jnp.matmul(weights_BGRTS.astype(v_BGSU.dtype).reshape(scores_BGJS.shape), v_BGSU)
+    output_BGRTU = output_BGJU.reshape(*scores_BGRTS.shape[:4], -1)
     output_BGRTU = (output_BGRTU / sums_BGRT1).astype(v_BGSU.dtype)
     return output_BGRTU.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, -1)
 

@@ -21,9 +21,9 @@ from asyncrl_jax.models.transformer import Decoder
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, in the compute dtype. Head-major, as the products want them."""
+    """Keys and values of one layer, in the compute dtype. Laid out as the products want them: rows by rows."""
 
-    k_BGCK: jax.Array
+    k_BGKC: jax.Array
     v_BGCU: jax.Array
 
 
@@ -39,9 +39,9 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> KVCache:
     caches = []
     for layer in range(config.num_layers):
         spec = AttentionSpec.of(config, layer)
-        shape = (batch, spec.num_kv_heads, _num_slots(spec, length))
-        keys = jnp.zeros((*shape, spec.head_dim), config.compute_dtype)
-        caches.append(LayerCache(keys, jnp.zeros((*shape, spec.v_head_dim), config.compute_dtype)))
+        heads, num_slots = (batch, spec.num_kv_heads), _num_slots(spec, length)
+        keys = jnp.zeros((*heads, spec.head_dim, num_slots), config.compute_dtype)
+        caches.append(LayerCache(keys, jnp.zeros((*heads, num_slots, spec.v_head_dim), config.compute_dtype)))
     return tuple(caches)
 
 
@@ -59,11 +59,8 @@ def part_of(cache: KVCache, rows_R: jax.Array | None, length: int) -> KVCache:
       length: of the part.
     """
 
-    def part(array: jax.Array) -> jax.Array:
-        leading = array[:, :, :length]
-        return leading if rows_R is None else jnp.take(leading, rows_R, axis=0, mode="clip")
-
-    return jax.tree.map(part, cache)
+    leading = tuple(LayerCache(k_BGKC[..., :length], v_BGCU[:, :, :length]) for k_BGKC, v_BGCU in cache)
+    return leading if rows_R is None else tuple(_rows(layer, rows_R) for layer in leading)
 
 
 def with_part(cache: KVCache, part: KVCache, rows_R: jax.Array | None) -> KVCache:
@@ -72,7 +69,7 @@ def with_part(cache: KVCache, part: KVCache, rows_R: jax.Array | None) -> KVCach
     def put_back(whole: jax.Array, new: jax.Array) -> jax.Array:
         if rows_R is None:
             return jax.lax.dynamic_update_slice(whole, new, (0, 0, 0, 0))
-        return whole.at[rows_R, :, : new.shape[2]].set(new, mode="drop", unique_indices=True)
+        return whole.at[rows_R, :, : new.shape[2], : new.shape[3]].set(new, mode="drop", unique_indices=True)
 
     return jax.tree.map(put_back, cache, part)
 
@@ -125,26 +122,35 @@ def extend(
     x_NTD = decoder.embed(tokens_NT)
     caches = []
     for layer, old in zip(decoder.layers, cache, strict=True):
-        spec, num_slots = layer.attention.spec, old.k_BGCK.shape[2]
+        spec, num_slots = layer.attention.spec, old.v_BGCU.shape[2]
         q, k, v = layer.attention.project(layer.normed(x_NTD), positions_NT)
-        k_NGTK, v_NGTU = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        # A chunk may overwrite what its own first queries see, so it attends to the cache as it was and to itself.
-        k_NGSK, v_NGSU = (
-            jnp.concatenate([jnp.take(kept, rows_N, axis=0, mode="clip"), new], axis=2)
-            for kept, new in zip(old, (k_NGTK, v_NGTU), strict=True)
-        )
-        at_NS = jnp.concatenate([_positions_kept(starts_N, num_slots), jnp.where(valid_NT, positions_NT, -1)], axis=1)
+        # Only the newest of each slot is written, so that no slot is written twice.
+        newest_NT = valid_NT & (steps_1T >= lengths_N[:, None] - num_slots)
+        new = _written(old, rows_N, positions_NT, newest_NT, k, v)
+        if spec.window:
+            # A chunk may overwrite what its own first queries see, so it attends to the cache as it was and to itself.
+            kept = _rows(old, rows_N)
+            k_NGKS = jnp.concatenate([kept.k_BGKC, k.transpose(0, 2, 3, 1)], axis=3)
+            v_NGSU = jnp.concatenate([kept.v_BGCU, v.transpose(0, 2, 1, 3)], axis=2)
+            own_NT = jnp.where(valid_NT, positions_NT, -1)
+            at_NS = jnp.concatenate([_positions_kept(starts_N, num_slots), own_NT], axis=1)
+        else:  # read after it was written: the other way around, the whole cache would be copied
+            k_NGKS, v_NGSU = _rows(new, rows_N)
+            at_NS = jnp.arange(num_slots)[None]
         distance_NTS = positions_NT[:, :, None] - at_NS[:, None]
         visible_NTS = (at_NS[:, None] >= 0) & (distance_NTS >= 0)
         if spec.window:
             visible_NTS &= distance_NTS < spec.window
-        heads = attend_cached(q, k_NGSK, v_NGSU, visible_NTS, sinks_H=layer.attention.sink_logits())
+        heads = attend_cached(q, k_NGKS, v_NGSU, visible_NTS, sinks_H=layer.attention.sink_logits())
         x_NTD += layer.attention.output(heads)
         x_NTD += layer.feed_forward(x_NTD, valid_NT, dispatch)[0]
-        # Only the newest of each slot is written, so that no slot is written twice.
-        newest_NT = valid_NT & (steps_1T >= lengths_N[:, None] - num_slots)
-        caches.append(_written(old, rows_N, positions_NT, newest_NT, k, v))
+        caches.append(new)
     return decoder.final_norm(x_NTD), tuple(caches)
+
+
+def _rows(cache: LayerCache, rows_N: jax.Array) -> LayerCache:
+    """Those rows of the cache; any row where one is past the end."""
+    return LayerCache(*(jnp.take(array, rows_N, axis=0, mode="clip") for array in cache))
 
 
 def _positions_kept(starts_N: jax.Array, num_slots: int) -> jax.Array:
@@ -162,13 +168,15 @@ def _written(
     v_NTGU: jax.Array,
 ) -> LayerCache:
     """The cache with these keys and values, where `written`."""
-    num_heads, num_slots = old.k_BGCK.shape[1:3]
+    num_heads, head_dim, num_slots = old.k_BGKC.shape[1:]
     slots_NT = jnp.where(written_NT, positions_NT % num_slots, num_slots)  # one past the end is dropped
-    at = rows_N[:, None, None], jnp.arange(num_heads)[None, None], slots_NT[:, :, None]
-    k_BGCK, v_BGCU = (
-        kept.at[at].set(new, mode="drop", unique_indices=True) for kept, new in zip(old, (k_NTGK, v_NTGU), strict=True)
+    row, head, slot = rows_N[:, None, None], jnp.arange(num_heads)[None, None], slots_NT[:, :, None]
+    # Every number has an index of its own: with whole rows of keys, the compiler would turn the cache around for it.
+    one = row[..., None], head[..., None], jnp.arange(head_dim)[None, None, None], slot[..., None]
+    return LayerCache(
+        old.k_BGKC.at[one].set(k_NTGK, mode="drop", unique_indices=True),
+        old.v_BGCU.at[row, head, slot].set(v_NTGU, mode="drop", unique_indices=True),
     )
-    return LayerCache(k_BGCK, v_BGCU)
 
 
 def decode_step(
@@ -195,7 +203,7 @@ def decode_step(
         q, k, v = layer.attention.project(layer.normed(x_B1D), positions_B1)
         new = _written(old, rows_B, positions_B1, active_B[:, None], k, v)
         # Every slot of a sliding layer that was ever written holds a position of the window.
-        visible_B1C = (jnp.arange(old.k_BGCK.shape[2])[None] <= positions_B1)[:, None]
+        visible_B1C = (jnp.arange(old.v_BGCU.shape[2])[None] <= positions_B1)[:, None]
         heads = attend_cached(q, *new, visible_B1C, sinks_H=layer.attention.sink_logits())
         x_B1D += layer.attention.output(heads)
         x_B1D += layer.feed_forward(x_B1D, active_B[:, None], dispatch)[0]

@@ -43,7 +43,9 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScalingConfig) -> np.ndarray:
 def rotate(x_BTHK: jax.Array, positions_BT: jax.Array, rotary: Rotary) -> jax.Array:
     """Rotates each head by its position; pairs are (i, i + dim / 2). Angles are float32 in any dtype of `x`."""
     angles_BTK = positions_BT[:, :, None].astype(jnp.float32) * rotary.frequencies()[None, None, :]
-    cos, sin = jnp.cos(angles_BTK)[:, :, None, :], jnp.sin(angles_BTK)[:, :, None, :]
+    # One array of both, or the compiler computes them once per head and layer.
+    both_BT1K = jnp.concatenate([jnp.cos(angles_BTK), jnp.sin(angles_BTK)], axis=-1)[:, :, None]
+    cos, sin = jnp.split(jax.lax.optimization_barrier(both_BT1K), 2, axis=-1)
     turning = _turn(x_BTHK[..., : rotary.dim].astype(jnp.float32), cos, sin).astype(x_BTHK.dtype)
     if rotary.dim == x_BTHK.shape[-1]:
         return turning

@@ -45,10 +45,10 @@ def test_samples_are_of_the_distribution_and_never_of_a_token_without_probabilit
     logits_V = np.random.default_rng(vocab_size).normal(size=vocab_size).astype(np.float32) * 2
     logits_V[vocab_size // 2 :: 3] = -np.inf
     positions_N = np.arange(20_000)
-    seeds_N2 = np.zeros((len(positions_N), 2), np.uint32)
+    uniform_N = jax.vmap(uniform)(np.zeros((len(positions_N), 2), np.uint32), positions_N)
     temperature_N = np.full(len(positions_N), 0.7, np.float32)
     logits_NV = np.broadcast_to(logits_V, (len(positions_N), vocab_size))
-    tokens_N, logprobs_N = map(np.asarray, jax.jit(sample)(logits_NV, temperature_N, seeds_N2, positions_N))
+    tokens_N, logprobs_N = map(np.asarray, jax.jit(sample)(logits_NV, temperature_N, uniform_N))
     expected_V = np.asarray(jax.nn.log_softmax(logits_V / 0.7))
     np.testing.assert_allclose(logprobs_N, expected_V[tokens_N], atol=2e-6)
     expected = len(positions_N) * np.exp(expected_V)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asyncrl_jax.actor.engines.jax_sampling import sample
+from asyncrl_jax.actor.engines.jax_sampling import sample, uniform
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models import KVCache, Params, graph_of, merge
 from asyncrl_jax.models.decoding import copy_rows, decode_step, extend, part_of, with_part
@@ -138,6 +138,9 @@ def programs_for(config: ModelConfig) -> Programs:
         whole = num_rows == num_slots  # then nothing is moved
         stop_RV = stop_BV if whole else jnp.take(stop_BV, block.rows_R, axis=0, mode="clip")
         order_R = jnp.arange(num_rows)
+        # Every step feeds a token of each row that goes on. All at once, these take as long as those of one step.
+        positions_NR = block.positions_R[None] + jnp.arange(most_steps, dtype=jnp.int32)[:, None]
+        uniform_NR = jax.vmap(jax.vmap(uniform), (None, 0))(block.seeds_R2, positions_NR)
 
         def goes_on(state: tuple[Any, ...]) -> jax.Array:
             step, rested, left_R = state[:3]
@@ -147,7 +150,7 @@ def programs_for(config: ModelConfig) -> Programs:
             step, rested, left_R, fed_R, tokens_R, cache, tokens_NR, logprobs_NR = state
             active_R, positions_R = left_R > 0, block.positions_R + fed_R
             logits_RV, cache = decode_step(decoder, tokens_R, positions_R, active_R, cache)
-            sampled_R, logprobs_R = sample(logits_RV, block.temperature_R, block.seeds_R2, positions_R)
+            sampled_R, logprobs_R = sample(logits_RV, block.temperature_R, uniform_NR[step])
             given_R = block.given_NR[step]
             next_R = jnp.where(given_R >= 0, given_R, sampled_R)
             ended_R = (given_R < 0) & stop_RV[order_R, next_R]

@@ -15,16 +15,13 @@ import jax
 import jax.numpy as jnp
 
 
-def sample(
-    logits_BV: jax.Array, temperature_B: jax.Array, seeds_B2: jax.Array, positions_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def sample(logits_BV: jax.Array, temperature_B: jax.Array, uniform_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A token of each row, and its log-prob.
 
     Args:
       logits_BV: of any float type.
       temperature_B: float32, more than 0.
-      seeds_B2: uint32, of the sequence.
-      positions_B: int32; every position of a sequence has a number of its own.
+      uniform_B: float32 in (0, 1], see `uniform`; every position of a sequence has a number of its own.
 
     Returns:
       (int32 [B], float32 [B] in nats), of softmax(logits / temperature).
@@ -37,7 +34,7 @@ def sample(
     padding = ((0, 0), (0, num_spans * width - vocab_size))
     weights_BXW = jnp.pad(jnp.exp(shifted_BV), padding).reshape(-1, num_spans, width)
     sums_BX = jnp.cumsum(jnp.sum(weights_BXW, axis=2), axis=1)
-    targets_B1 = (jax.vmap(uniform)(seeds_B2, positions_B) * sums_BX[:, -1])[:, None]
+    targets_B1 = (uniform_B * sums_BX[:, -1])[:, None]
     span_B = _first_reaching(sums_BX, targets_B1)
     before_BX = jnp.pad(sums_BX[:, :-1], ((0, 0), (1, 0)))
     inner_BW = jnp.cumsum(jnp.take_along_axis(weights_BXW, span_B[:, None, None], axis=1)[:, 0], axis=1)
