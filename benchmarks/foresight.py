@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from asyncrl_jax.observe.metrics import read_rows
 from asyncrl_jax.simulate.calibrate import calibrate
 from asyncrl_jax.simulate.inputs import Inputs
 from asyncrl_jax.simulate.simulation import simulate
+from asyncrl_jax.transport.archive import read_groups
 
 from ._runs import run
 from .async_speedup import SIGMA
@@ -77,13 +77,17 @@ def real(directory: Path) -> Figures:
     rows = read_rows(directory / "metrics" / "learner.jsonl")
     summary = json.loads((directory / "summary.json").read_text())
     wall_s = rows[-1]["time"] - rows[0]["time"]
-    beats = read_rows(directory / "metrics" / "actor-0.jsonl")
-    running = [beat["running"] for beat in beats if rows[0]["time"] <= beat["time"] <= rows[-1]["time"]]
+    archived = [row for path in (directory / "archive").glob("groups-*.avro") for row in read_groups(path)]
+    slot_s = sum(
+        max(one.sampling_ended_at - max(one.sampling_started_at, rows[0]["time"]), 0.0)
+        for row in archived
+        for one in row.group.trajectories
+    )
     return Figures(
         wall_s,
         summary["lag"]["mean"],
         sum(row["step_s"] for row in rows[1:]) / wall_s,
-        statistics.fmean(running) / SLOTS,
+        slot_s / (SLOTS * wall_s),
     )
 
 

@@ -70,7 +70,7 @@ def replay(
     config: Config,
     run_dir: Path,
     num_updates: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, last: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Replayed:
     """Makes the updates of a run's surviving line again, from v0 on.
 
@@ -130,6 +130,7 @@ def replay(
         ]
         trainer.lr_scale = batch.lr_scale
         trainer.update(trained, lags, masks, batch.seed, update, batch.weights)
-        progress(update + 1, last)
+        if progress is not None:
+            progress(update + 1, last)
         compare(update + 1)
     return Replayed(meta["line"], last, trainer.weights_digest(), tuple(equal), tuple(differing))

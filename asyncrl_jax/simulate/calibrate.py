@@ -6,8 +6,8 @@
                  environment.turn_delay_s added, which is drawn anew
     turns        of every archived trajectory
     tokens       sampled tokens of every archived trajectory
-    publish_s    from an update's end to the first token that its version sampled, in the median over versions:
-                 publishing, reading and swapping together, so swap_s is 0
+    publish_s    from an update's end to the first token that its version sampled, where an episode was about to begin:
+                 the 10th percentile over versions. Publishing, reading and swapping together, so swap_s is 0
     dispatch_s   from a ticket's issue to its first token, where a slot was free: the 10th percentile
     handover_s   from a group's last token to the learner's reading it, in the median
 
@@ -102,7 +102,7 @@ def _publish_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup]) 
             first_token[version] = min(first_token.get(version, start), start)
     ends = {row["step"]: row["time"] for row in rows}
     delays = [max(start - ends[version], 0.0) for version, start in first_token.items() if version in ends]
-    return statistics.median(delays) if delays else 0.0
+    return float(np.quantile(delays, 0.1)) if delays else 0.0
 
 
 def _dispatch_s(groups: Sequence[ArchivedGroup]) -> float:
