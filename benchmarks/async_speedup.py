@@ -47,7 +47,7 @@ from ._runs import interval, run
 GATE, WINDOW, FIRST = 0.9, 8, 3
 UPDATES = 120
 SIGMA = math.log(10) / 2.3263  # the 99th percentile is ten times the median
-LIMIT_S = 1800.0  # of one run
+LIMIT_S, STOP_LIMIT_S = 1800.0, 60.0  # of one run, and of its stop
 
 MODEL = ["--config.model.num_layers=4", "--config.model.hidden_dim=128", "--config.model.head_dim=32"]
 TASK = ["--config.environment.level_weights=1,1", "--config.environment.call_timeout_s=600"]
@@ -131,7 +131,11 @@ def to_the_gate(directory: Path, flags: list[str]) -> None:
             time.sleep(1.0)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        process.wait(60)
+        try:
+            process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its parts end with it
+            raise RuntimeError(f"{directory}: did not stop within {STOP_LIMIT_S:g} s") from None
     if gate_reached(read_rows(metrics)) is None:
         raise RuntimeError(f"{directory}: success of {GATE} was not reached; exit code {process.returncode}")
 

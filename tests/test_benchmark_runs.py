@@ -5,6 +5,7 @@ import math
 import pytest
 
 from benchmarks._runs import crossing, interval
+from benchmarks.async_speedup import WINDOW, gate_reached
 
 
 def test_the_gate_is_where_the_curve_first_crosses_it():
@@ -22,3 +23,15 @@ def test_the_interval_is_of_the_mean_log_ratio():
     assert math.log(high) == pytest.approx(6.314 * math.log(2))  # of two, one degree of freedom; stdev √2 log 2
     assert low == pytest.approx(1 / high)
     assert math.isnan(interval([0.5])[1])
+
+
+def test_the_gate_counts_trajectories_and_not_updates():
+    """Nine in ten of those that arrived in the window, whatever the share of an update with few of them."""
+    low, high = ({"success_all": share, "trajectories_all": 128.0} for share in (0.5, 0.95))
+    assert gate_reached([low] * 4 + [high] * 20) == 4 + WINDOW
+    assert gate_reached([low] * 40) is None
+    few = {"success_all": 0.0, "trajectories_all": 1.0}
+    assert gate_reached([high] * 10 + [few]) == WINDOW
+    assert gate_reached([few] * 4 + [high] * 10) == WINDOW
+    assert gate_reached([high] * (WINDOW - 1)) is None
+    assert gate_reached([{}] * 20) is None  # nothing has arrived

@@ -81,8 +81,11 @@ class _Episode(NamedTuple):
 
 
 def _episodes(row: ArchivedGroup, turn_delay_s: str) -> Iterator[_Episode]:
-    """Those of a group. An episode that took a second attempt waited as that one did, which is not known here."""
+    """Those of a group. An episode that took a second attempt waited as that one did, which is not known here; nor is
+    it which members of a partial group are missing, so none of it counts where a delay has to be taken out."""
     ticket = row.group.ticket
+    if row.group.partial and turn_delay_s:
+        return
     for member, trajectory in enumerate(row.group.trajectories):
         delays = Delays(turn_delay_s, member_seed(ticket.seed, member, 1))
         added_s = sum(delays.next_s() for _ in range(trajectory.num_turns))

@@ -2,7 +2,8 @@
 
 The canary's log-probs must be those that the manifest carries. Then rows of the canary are sampled on from as sessions
 would be, at a temperature that is not 1, and the log-probs that this reports must be those that a pass over the whole
-sequence gives, which shares no cache, no chunks and no sampling with it.
+sequence gives, which shares no cache, no chunks and no sampling with it. The programs for blocks of decode steps differ
+in rows and length alone; those that just hold the canary are the ones that are proven.
 
 Dimensions: R rows of the canary, T its tokens.
 """
