@@ -261,6 +261,9 @@ class LearnerConfig:
     balance_coefficient: float = setting(0.02, "weight of the Switch load-balance loss (alpha)")
     pack_tokens: int = setting(128, "length of one packed row, in tokens; at least environment.max_tokens")
     microbatch_rows: int = setting(8, "packed rows in one microbatch")
+    cpu_cores: int = setting(
+        0, "cores of this machine that a local run keeps for the learner alone, all others for the rest; 0 shares all"
+    )
     checkpoint_every_updates: int = setting(10, "optimizer updates between durable checkpoints (K)")
     keep_checkpoints: int = setting(2, "durable checkpoints kept")
     advantage: AdvantageConfig = branch(AdvantageConfig)
@@ -281,7 +284,14 @@ class LearnerConfig:
             "keep_checkpoints",
         ):
             require(getattr(self, name) >= 1, f"learner.{name}", getattr(self, name), "at least 1")
-        for name in ("learning_rate", "lr_warmup_updates", "lr_lag_slowdown", "weight_decay", "balance_coefficient"):
+        for name in (
+            "learning_rate",
+            "lr_warmup_updates",
+            "lr_lag_slowdown",
+            "weight_decay",
+            "balance_coefficient",
+            "cpu_cores",
+        ):
             require(getattr(self, name) >= 0, f"learner.{name}", getattr(self, name), "at least 0")
         _one_of(self.optimizer, "learner.optimizer", ("adamw", "adafactor", "muon"))
         require(

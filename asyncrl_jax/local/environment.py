@@ -68,3 +68,23 @@ def learner_environment(base: Mapping[str, str]) -> dict[str, str]:
     Whatever the user has set stays as it is.
     """
     return {**LARGE_TEMPORARIES, **base} if base.get("JAX_PLATFORMS") == "cpu" else dict(base)
+
+
+def divide_cores(learner_cores: int) -> tuple[frozenset[int], frozenset[int]]:
+    """The cores of this process, divided between the learner and the rest; both empty if they share all.
+
+    Args:
+      learner_cores: `learner.cpu_cores`.
+
+    Raises:
+      ValueError: if the system can't bind a process to cores, or none would be left for the rest.
+    """
+    if not learner_cores:
+        return frozenset(), frozenset()
+    flag = f"--config.learner.cpu_cores={learner_cores}"
+    if not hasattr(os, "sched_getaffinity"):
+        raise ValueError(f"{flag}: this system can't bind a process to cores; use 0")
+    cores = sorted(os.sched_getaffinity(0))
+    if learner_cores >= len(cores):
+        raise ValueError(f"{flag}: {len(cores)} cores are there and the rest of the run needs one; use less")
+    return frozenset(cores[:learner_cores]), frozenset(cores[learner_cores:])

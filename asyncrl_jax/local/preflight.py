@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.config_hf import read_teachers
-from asyncrl_jax.local.environment import child_environment, redis_password
+from asyncrl_jax.local.environment import child_environment, divide_cores, redis_password
 from asyncrl_jax.observe.writers import PACKAGES
 
 MIN_FREE_BYTES = 512 * 2**20  # a quickstart run leaves well under this
@@ -66,6 +66,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
         lambda: _environment(config),
         lambda: _splits(config),
         lambda: _devices(config),
+        lambda: _cores(config),
         lambda: _writers(config),
         lambda: _fleet(config),
         lambda: _weights(config),
@@ -149,6 +150,14 @@ def _devices(config: Config) -> Check:
     found = asked.stdout.strip() if asked.returncode == 0 else "0"
     problem = f"--config.mesh asks for {needed} devices, JAX sees {found}" if int(found) < needed else ""
     return Check("devices", f"{found} devices for a mesh of {needed}", problem)
+
+
+def _cores(config: Config) -> Check:
+    try:
+        learner, rest = divide_cores(config.learner.cpu_cores)
+    except ValueError as error:
+        return Check("cores", "", str(error))
+    return Check("cores", f"{len(learner)} for the learner, {len(rest)} for the rest" if learner else "shared by all")
 
 
 def _weights(config: Config) -> Check:

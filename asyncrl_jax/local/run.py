@@ -30,7 +30,13 @@ from asyncrl_jax import exit_codes
 from asyncrl_jax.config import Config, override
 from asyncrl_jax.config_file import read_config, write_config
 from asyncrl_jax.local import preflight
-from asyncrl_jax.local.environment import PASSWORD_VARIABLE, child_environment, learner_environment, redis_password
+from asyncrl_jax.local.environment import (
+    PASSWORD_VARIABLE,
+    child_environment,
+    divide_cores,
+    learner_environment,
+    redis_password,
+)
 from asyncrl_jax.local.fleet import LocalFleet
 from asyncrl_jax.local.supervisor import Part, PartFailed, Supervisor, failure, spawn
 from asyncrl_jax.observe.display import Display, Snapshot, read_snapshot
@@ -146,6 +152,7 @@ class LocalRun:
         self._signal: int | None = None
         self._console = Console()
         self._environment = child_environment(os.environ)
+        self._learner_cores, self._other_cores = divide_cores(config.learner.cpu_cores)
         self._supervisor = Supervisor(notify=self._say)
         self._supervisor.restarts.update(read_restarts(run_dir))
         self._fleet = LocalFleet(self._supervisor, self._actor)
@@ -155,6 +162,8 @@ class LocalRun:
         """Runs the session; every process that it started has ended when it returns."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        if self._other_cores:
+            os.sched_setaffinity(0, self._other_cores)  # whatever it starts inherits them
         try:
             return self._session()
         except (PartFailed, RedisUnavailable) as error:
@@ -232,8 +241,10 @@ class LocalRun:
     def _part(self, name: str, role: str, *arguments: str) -> Part:
         path = self._run_dir / "logs" / f"{name}.log"
         command = role_command(role, self._run_dir / "config.json", *arguments)
-        environment = learner_environment(self._environment) if role == "learner" else self._environment
-        return Part(name, lambda: spawn(command, environment, path), path)
+        environment, cores = self._environment, frozenset[int]()
+        if role == "learner":
+            environment, cores = learner_environment(environment), self._learner_cores
+        return Part(name, lambda: spawn(command, environment, path, cores), path)
 
     def _follow_orders(self, client: redis_client.Redis) -> None:
         """Has the learner and as many actors as the orchestrator asks for; before it asked, as the settings say."""

@@ -23,7 +23,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl_jax.exit_codes import USER_ERROR
@@ -81,14 +81,19 @@ class _Running:
     retired_at: float | None = None  # since when it is expected to end
 
 
-def spawn(command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], log_path: Path, cores: Collection[int] = ()
+) -> subprocess.Popen[bytes]:
     """Starts a command whose output is appended to `log_path`.
 
     In a session of its own, so that Ctrl-C in the terminal reaches only the launcher, which then closes parts in order.
+
+    Args:
+      cores: the only ones that it may use; if empty, those of this process.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -96,6 +101,10 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], log_path: Path
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    if cores:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already, which is the supervisor's business
+            os.sched_setaffinity(process.pid, cores)
+    return process
 
 
 class Supervisor:

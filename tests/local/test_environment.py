@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from asyncrl_jax.config import RedisConfig
@@ -5,6 +7,7 @@ from asyncrl_jax.local.environment import (
     LARGE_TEMPORARIES,
     PASSWORD_VARIABLE,
     child_environment,
+    divide_cores,
     learner_environment,
     redis_password,
 )
@@ -73,3 +76,14 @@ def test_the_last_lines_of_a_long_log(tmp_path):
     path.write_text("".join(f"line {number}\n" for number in range(100_000)))
     assert last_lines(path, 2) == ["line 99998", "line 99999"]
     assert last_lines(tmp_path / "none") == []
+
+
+def test_cores_are_divided_or_the_setting_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
+    assert divide_cores(0) == (frozenset(), frozenset())
+    assert divide_cores(2) == ({2, 3}, {5})
+    with pytest.raises(ValueError, match=r"learner.cpu_cores=3: 3 cores are there"):
+        divide_cores(3)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with pytest.raises(ValueError, match="this system can't bind"):
+        divide_cores(1)

@@ -126,6 +126,7 @@ def test_a_namespace_that_holds_a_run_is_refused_for_a_new_one(tmp_path):
         ({"weights.directory": "ftp://host/weights"}, "use a path, gs:// or s3://"),
         ({"weights.directory": "s3://bucket/weights"}, "asyncrl-jax[s3]"),
         ({"mesh.expert": 4}, "--config.mesh asks for 4 devices, JAX sees 1"),
+        ({"learner.cpu_cores": 4096}, "--config.learner.cpu_cores=4096"),
     ],
 )
 def test_what_a_role_would_refuse_is_refused_before_anything_is_started(changes, named, tmp_path, monkeypatch):

@@ -235,3 +235,16 @@ def test_the_launcher_has_the_actors_and_the_learner_that_the_orchestrator_asks_
         assert {name: parts(launcher.pid)[name] for name in ("actor-0", "orchestrator", "redis")} == {
             name: first[name] for name in ("actor-0", "orchestrator", "redis")
         }, "nobody else is touched"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_learner_has_its_cores_alone(tmp_path):
+    with running_launcher(tmp_path / "run", FOREVER, "learner.cpu_cores=1") as launcher:
+        cores = {part: os.sched_getaffinity(pid) for part, pid in parts(launcher.pid).items()}
+        learners, rest = cores.pop("learner"), set.union(*cores.values())
+        assert len(learners) == 1
+        assert cores.keys() >= {"redis", "orchestrator", "actor-0"}
+        assert learners | rest == os.sched_getaffinity(0)
+        assert not learners & rest
+        kill_and_await_restart(launcher, "learner")
+        wait_for(lambda: os.sched_getaffinity(parts(launcher.pid)["learner"]) == learners, launcher)
