@@ -13,8 +13,10 @@ class EnvironmentConfig:
     name: str = setting(
         "arithmetic",
         "what makes and scores tasks: arithmetic, code, math:<file>, reasoning_gym:<data set>, "
-        "function:<module>:<name>, text:<module>:<name>, agent:<module>:<name>, gymnasium:<id> or openenv:<url>",
+        "function:<module>:<name>, text:<module>:<name>, agent:<module>:<name>, gymnasium:<id>, verifiers:<id> or "
+        "openenv:<url>",
     )
+    arguments: str = setting("", "JSON object of arguments for gymnasium:<id> or verifiers:<id>")
     tokenizer: str = setting("byte", "of environments that speak text: byte, or a directory with an instruct model's")
     opening: str = setting(
         "", "JSON file of messages (role, content) that every conversation of text starts with, as solved examples"
@@ -34,8 +36,11 @@ class EnvironmentConfig:
         "exponential:1, lognormal:<median>:<sigma>, pareto:<least>:<alpha>; empty: none",
     )
     processes: int = setting(
-        1, "processes of an actor for function:, text: and gymnasium: environments; 0: they live in the actor itself"
+        1,
+        "processes of an actor for function:, text:, gymnasium: and verifiers: environments; 0: they live in the actor "
+        "itself",
     )
+    start_timeout_s: float = setting(60.0, "longest start of such a process, reading its data included, in seconds")
     process_leak_bytes: int = setting(
         2**30, "memory that such a process may take beyond its first episodes' before it is replaced, in bytes"
     )
@@ -70,6 +75,13 @@ class EnvironmentConfig:
         require(self.processes >= 0, "environment.processes", self.processes, "at least 0")
         require(self.process_leak_bytes > 0, "environment.process_leak_bytes", self.process_leak_bytes, "more than 0")
         require(self.call_timeout_s > 0, "environment.call_timeout_s", self.call_timeout_s, "more than 0")
+        require(self.start_timeout_s > 0, "environment.start_timeout_s", self.start_timeout_s, "more than 0")
+        takes = self.name.startswith(("gymnasium:", "verifiers:"))
+        need = f"{self.name} takes none; gymnasium:<id> and verifiers:<id> do"
+        require(takes or not self.arguments, "environment.arguments", self.arguments, need)
+        need = "at least 1: verifiers environments take over the signals of their process"
+        own = not self.name.startswith("verifiers:") or self.processes >= 1
+        require(own, "environment.processes", self.processes, need)
         if self.turn_delay_s:
             try:
                 parse(self.turn_delay_s)

@@ -3,7 +3,8 @@
     part         waits for                                 unblocked by
     engine       a session that wants tokens; fresh        sampler, evaluator; refresher
     refresher    a newer version (polls)                   the learner's announcement
-    sampler      free slots; a ticket; weights as new      episodes that end; the orchestrator;
+    sampler      processes of environments (once);         their start
+                 free slots; a ticket; weights as new      episodes that end; the orchestrator;
                  as the ticket asks                        the refresher
     evaluator    a request (polls)                         the orchestrator
     pulse        the next heartbeat                        time
@@ -138,13 +139,14 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             loop_watch,
             services,
         )
+        ready = asyncio.create_task(services.start(), name="start of environments")
         await _first_to_end(
             {
                 "engine": engine.run(),
                 "evaluation engine": evaluation_engine.run(),
                 "refresher": refresher.run(),
-                "sampler": sampler.run(),
-                "evaluator": evaluator.run(),
+                "sampler": _once(ready, sampler.run()),
+                "evaluator": _once(ready, evaluator.run()),
                 "pulse": pulse.run(),
                 "loop watch": loop_watch.run(),
                 "watch": _watch(control, stop),
@@ -174,6 +176,17 @@ async def _first_to_end(parts: dict[str, Coroutine[Any, Any, None]]) -> None:
     for task in done:
         log.info("%s ended", task.get_name())
         task.result()
+
+
+async def _once(ready: asyncio.Task[None], part: Coroutine[Any, Any, None]) -> None:
+    """Runs a part from when `ready` has ended."""
+    try:
+        await asyncio.shield(ready)
+    except asyncio.CancelledError:
+        part.close()
+        ready.cancel()
+        raise
+    await part
 
 
 async def _watch(control: Control, stop: threading.Event) -> None:

@@ -103,6 +103,8 @@ def _splits(config: Config) -> Check:
 
     if config.environment.name.startswith("agent:"):
         return Check("task splits", "not looked at: the agent makes its own tasks")
+    if config.environment.name.startswith("verifiers:"):
+        return _verifiers_splits(config)
     try:
         environment = make_environments(config)
     except ValueError:
@@ -117,6 +119,18 @@ def _splits(config: Config) -> Check:
         problem = f"{len(found.near)} of {counts} are nearly the same as a training prompt"
         return Check("task splits", counts, problem, warning=True)
     return Check("task splits", f"{counts}, {len(found.near)} nearly the same")
+
+
+def _verifiers_splits(config: Config) -> Check:
+    """Loads the environment in a process, which compares the splits itself, of all tasks."""
+    from asyncrl_jax.actor.envs.registry import make_environments
+    from asyncrl_jax.actor.envs.verifiers_env import check_starts
+
+    try:
+        make_environments(config)
+    except ValueError:
+        return Check("task splits", "not looked at: the environment can't be made")
+    return Check("task splits", "compared by the environment's process", check_starts(config.environment))
 
 
 def _writers(config: Config) -> Check:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -19,7 +20,7 @@ import logging
 import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import xxhash
@@ -33,38 +34,72 @@ from asyncrl_jax.types import Task
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class AgentProgram:
+    """What drives the episodes of an environment."""
+
+    name: str
+    identity: str  # changes whenever tasks or scoring do
+    play: Callable[[Task, str, str], Coroutine[Any, Any, Any]]  # (task, base_url, api_key); ends when the episode has
+    reward: Callable[[Any], float]  # of what `play` returned; raises if there is none
+
+
+def agent_program(address: str) -> AgentProgram:
+    """The user's function at `module:function`.
+
+    Raises:
+      ValueError: if there is no such function.
+    """
+    module, _, attribute = address.partition(":")
+    try:
+        function: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--config.environment.name=agent:{address}: {error}") from error
+    name = f"agent:{address}"
+    source = xxhash.xxh3_64_hexdigest(inspect.getsource(function).encode())
+
+    async def play(task: Task, base_url: str, api_key: str) -> Any:
+        arguments = {
+            "seed": derive_seed(0, name, task.split, task.level, task.index) % 2**31,
+            "level": task.level,
+            "split": task.split,
+            "base_url": base_url,
+            "api_key": api_key,
+        }
+        return await _run(function, arguments)
+
+    return AgentProgram(name, f"{name}-{source}", play, checked_reward)
+
+
+def checked_reward(returned: Any) -> float:
+    """Raises: TypeError: for what is no number, or no finite one."""
+    if isinstance(returned, bool) or not isinstance(returned, (int, float)) or not math.isfinite(returned):
+        raise TypeError(f"the agent returned {returned!r}, which is no reward")
+    return float(returned)
+
+
 class AgentEnvironments:
     """Makes the episodes of one agent program."""
 
     limits_own_score = False
 
     def __init__(
-        self, address: str, num_levels: int, chat_format: ChatFormat, endpoint: Endpoint, turn_tokens: int = 0
+        self, program: AgentProgram, num_levels: int, chat_format: ChatFormat, endpoint: Endpoint, turn_tokens: int = 0
     ) -> None:
         """Args:
-          address: `module:function`.
-          num_levels: that the config asks for.
-          chat_format: of the conversations.
-          endpoint: is started when first used.
-          turn_tokens: most of one turn, 0 for what the agent asks for.
-
-        Raises:
-          ValueError: if there is no such function.
+        num_levels: that the config asks for.
+        chat_format: of the conversations.
+        endpoint: is started when first used.
+        turn_tokens: most of one turn, 0 for what the agent asks for.
         """
-        module, _, attribute = address.partition(":")
-        try:
-            program: Any = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"--config.environment.name=agent:{address}: {error}") from error
         logging.getLogger("httpx").setLevel(logging.WARNING)  # clients would log a line for every turn
-        self.name = f"agent:{address}"
+        self.name = program.name
         self.num_levels = num_levels
-        self.program: Callable[..., Any] = program
+        self.program = program
         self.format = chat_format
         self.vocab_size = chat_format.tokenizer.vocab_size
         self.stop_tokens = chat_format.stop_tokens
-        source = xxhash.xxh3_64_hexdigest(inspect.getsource(program).encode())
-        self.identity = f"{self.name}-{source}/{chat_format.tokenizer.identity}"
+        self.identity = f"{program.identity}/{chat_format.tokenizer.identity}"
         self.endpoint = endpoint
         self.turn_tokens = turn_tokens
 
@@ -94,15 +129,8 @@ class AgentEpisode:
             raise ValueError(f"a task of environment {task.environment!r}, not {source.name!r}")
         await source.endpoint.start()
         self._conversation = self._exits.enter_context(source.endpoint.conversation())
-        seed = derive_seed(0, source.name, task.split, task.level, task.index) % 2**31
-        arguments = {
-            "seed": seed,
-            "level": task.level,
-            "split": task.split,
-            "base_url": source.endpoint.base_url,
-            "api_key": self._conversation.key,
-        }
-        self._agent = asyncio.create_task(_run(source.program, arguments), name=f"agent of {task}")
+        playing = source.program.play(task, source.endpoint.base_url, self._conversation.key)
+        self._agent = asyncio.create_task(playing, name=f"agent of {task}")
         request = await self._next_request()
         if request is None:
             raise RuntimeError("the agent ended without asking the policy anything")
@@ -123,10 +151,8 @@ class AgentEpisode:
 
     async def score(self) -> Score:
         ended = self._agent is not None and self._agent.done()
-        final = self._agent.result() if ended and self._agent is not None else 0.0
-        if isinstance(final, bool) or not isinstance(final, (int, float)) or not math.isfinite(final):
-            raise TypeError(f"the agent returned {final!r}, which is no reward")
-        return Score({"final": float(final), "step": 0.0, "format": float(ended), "tool": 0.0}, success=final == 1.0)
+        final = self._source.program.reward(self._agent.result()) if ended and self._agent is not None else 0.0
+        return Score({"final": final, "step": 0.0, "format": float(ended), "tool": 0.0}, success=final == 1.0)
 
     async def close(self) -> None:
         self._exits.close()

@@ -1,25 +1,26 @@
 """A process of environments: answers JSON lines with JSON lines, any number at once. See `isolated`.
 
-    asyncrl_jax.actor.envs.environment_process <environment> <levels> <descriptor of the mark>
+    asyncrl_jax.actor.envs.environment_process <environment> <levels> <arguments> <descriptor of the mark>
 
-Asked: {"id", "instance", "call": reset | step | score | close | drop, "argument"}; an empty object asks for a sign of
-life. Answered: {"id", "result"} or {"id", "error": [type, text]}. The mark is a number in memory shared with the actor:
-the id of the request whose code holds the event loop, 0 for none. When the process dies it says who was at it.
+Asked: {"id", "instance", "call": reset | step | score | close | play | drop, "argument"}; an empty object asks for a
+sign of life; drop forgets an instance, ends what it is at and has no answer. Answered: {"id", "result"} or
+{"id", "error": [type, text]}. The mark is a number in memory shared with the actor: the id of the request whose code
+holds the event loop, 0 for none. When the process dies it says who was at it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import json
 import mmap
 import os
 import sys
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from asyncrl_jax.actor.envs.text import TextEnvironment, TextEnvironmentFactory
 from asyncrl_jax.actor.envs.third_party import third_party_factory
 from asyncrl_jax.lifetime import die_with_parent
 from asyncrl_jax.types import Task
@@ -27,6 +28,8 @@ from asyncrl_jax.types import Task
 MARK_BYTES = 8
 MAX_THREADS = 256
 LINE_BYTES = 16 * 2**20
+
+_request: contextvars.ContextVar[int] = contextvars.ContextVar("request", default=0)  # that a task belongs to
 
 
 class _Marked:
@@ -59,14 +62,16 @@ class _Marked:
 
 
 class _Server:
-    def __init__(self, factory: TextEnvironmentFactory, mark: mmap.mmap, answers: Any) -> None:
+    def __init__(self, factory: Callable[[], Any], mark: mmap.mmap, answers: Any) -> None:
+        """Args: factory: makes instances of a TextEnvironment, or of what has `play`."""
         self._factory = factory
         self._mark = mark
         self._answers = answers
-        self._instances: dict[int, TextEnvironment] = {}
-        self._serving: set[asyncio.Task[None]] = set()
+        self._instances: dict[int, Any] = {}
+        self._serving: dict[asyncio.Task[None], int] = {}  # to the instance
 
     async def run(self) -> None:
+        asyncio.get_running_loop().set_task_factory(self._marked_task)
         # Many environments call their code in a thread; in a pool of the usual size episodes would wait for each other.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS))
         reader = asyncio.StreamReader(limit=LINE_BYTES)
@@ -77,11 +82,26 @@ class _Server:
             if not request:
                 self._answer({})
                 continue
+            if request["call"] == "drop":
+                self._drop(request["instance"])
+                continue
             task = asyncio.create_task(self._serve(request))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+            self._serving[task] = request["instance"]
+            task.add_done_callback(self._serving.pop)
+
+    def _drop(self, instance: int) -> None:
+        self._instances.pop(instance, None)
+        for task, at in self._serving.items():
+            if at == instance:
+                task.cancel()
+
+    def _marked_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
+        """A task that a request starts leaves that request's mark."""
+        number = _request.get()
+        return asyncio.Task(_run(_Marked(coroutine, number, self._mark)) if number else coroutine, loop=loop, **named)
 
     async def _serve(self, request: dict[str, Any]) -> None:
+        _request.set(request["id"])
         try:
             result = await _Marked(self._call(request), request["id"], self._mark)
             answer = {"id": request["id"], "result": result}
@@ -92,9 +112,6 @@ class _Server:
 
     async def _call(self, request: dict[str, Any]) -> Any:
         number, argument = request["instance"], request["argument"]
-        if request["call"] == "drop":
-            self._instances.pop(number, None)
-            return None
         if number not in self._instances:
             self._instances[number] = self._factory()
         instance = self._instances[number]
@@ -105,6 +122,8 @@ class _Server:
             return [[dataclasses.asdict(message) for message in observation.messages], observation.done]
         if request["call"] == "score":
             return dataclasses.asdict(await instance.score())
+        if request["call"] == "play":
+            return await instance.play(argument)
         await instance.close()
         return None
 
@@ -113,14 +132,27 @@ class _Server:
         self._answers.flush()
 
 
+async def _run(marked: _Marked) -> Any:
+    return await marked
+
+
+def _factory(name: str, num_levels: int, arguments: str) -> Callable[[], Any]:
+    if name.startswith("verifiers:"):
+        from asyncrl_jax.actor.envs.verifiers_player import player_factory
+
+        return player_factory(name, num_levels, arguments)
+    factory = third_party_factory(name, num_levels, arguments)
+    assert factory is not None
+    return factory
+
+
 def main() -> None:
     """Serves until its input ends."""
     die_with_parent()
-    name, num_levels, descriptor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    name, num_levels, arguments, descriptor = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an environment prints must not look like an answer
-    factory = third_party_factory(name, num_levels)
-    assert factory is not None
+    factory = _factory(name, num_levels, arguments)
     asyncio.run(_Server(factory, mmap.mmap(descriptor, MARK_BYTES), answers).run())
 
 

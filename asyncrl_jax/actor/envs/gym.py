@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,18 +24,19 @@ class GymnasiumTasks:
     tools: Mapping[str, Tool] = {}
     limits_own_score = False
 
-    def __init__(self, environment_id: str, num_levels: int) -> None:
-        """Args: num_levels: that the config asks for.
+    def __init__(self, environment_id: str, num_levels: int, arguments: Mapping[str, Any] | None = None) -> None:
+        """Args: num_levels: that the config asks for; arguments: of the environment.
 
         Raises:
-          ValueError: if there is no such environment, or it does not speak text.
+          ValueError: if there is no such environment, it does not take the arguments, or it does not speak text.
         """
         import gymnasium
 
+        self.arguments = dict(arguments or {})
         try:
-            with gymnasium.make(environment_id) as probe:
+            with gymnasium.make(environment_id, **self.arguments) as probe:
                 spaces = (probe.observation_space, probe.action_space)
-        except gymnasium.error.Error as error:
+        except (gymnasium.error.Error, TypeError) as error:
             raise ValueError(f"--config.environment.name=gymnasium:{environment_id}: {error}") from error
         for space in spaces:
             if not isinstance(space, gymnasium.spaces.Text):
@@ -42,12 +44,13 @@ class GymnasiumTasks:
         self.name = f"gymnasium:{environment_id}"
         self.environment_id = environment_id
         self.num_levels = num_levels
-        self.identity = f"{self.name}-{gymnasium.__version__}"
+        shown = f"-{json.dumps(self.arguments, sort_keys=True)}" if self.arguments else ""
+        self.identity = f"{self.name}-{gymnasium.__version__}{shown}"
 
     def __call__(self) -> TextEnvironment:
         import gymnasium
 
-        return _GymnasiumEpisode(self.name, gymnasium.make(self.environment_id))
+        return _GymnasiumEpisode(self.name, gymnasium.make(self.environment_id, **self.arguments))
 
 
 class _GymnasiumEpisode:

@@ -29,7 +29,6 @@ from asyncrl_jax.types import Task
 
 log = logging.getLogger(__name__)
 
-START_LIMIT_S = 60.0  # for a process to import the environment
 EXIT_LIMIT_S = 1.0  # for a process that said nothing more to end by itself
 WATCH_S = 1.0  # between two looks at a process
 SETTLED_EPISODES = 32  # ended ones, after which what a process takes is what it needs
@@ -63,8 +62,18 @@ class IsolationCounters:
 class IsolationLimits:
     """When a process is no longer trusted."""
 
+    start_s: float = 60.0  # to import the environment and read its data
     stuck_s: float = 30.0  # without a sign of life
     more_memory_bytes: int = 2**30  # than it took when it had settled
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What a process is told of the environment that it is to make."""
+
+    name: str
+    num_levels: int
+    arguments: str = ""  # as `environment.arguments`
 
 
 class EnvironmentProcess:
@@ -76,11 +85,11 @@ class EnvironmentProcess:
       * One that leaks gets no new episodes, and ends when it has none.
     """
 
-    def __init__(self, name: str, num_levels: int, limits: IsolationLimits, counters: IsolationCounters) -> None:
+    def __init__(self, known: Known, limits: IsolationLimits, counters: IsolationCounters) -> None:
         self.num_episodes = 0  # under way
         self.retired = False
         self.ended = False
-        self._arguments = [name, str(num_levels)]
+        self._arguments = [known.name, str(known.num_levels), known.arguments]
         self._limits = limits
         self._counters = counters
         self._ids = itertools.count(1)
@@ -112,11 +121,14 @@ class EnvironmentProcess:
             )
         self._tasks.append(asyncio.create_task(self._read(), name="environment process"))
         try:
-            async with asyncio.timeout(START_LIMIT_S):
+            async with asyncio.timeout(self._limits.start_s):
                 while not self.ended and self._alive_at == 0.0:
                     await asyncio.sleep(0.01)
         except TimeoutError:
             await self.close()
+        except asyncio.CancelledError:
+            await self.close()
+            raise
         if self.ended:
             raise EnvironmentDied(f"{self._arguments[0]} did not start; its process said why", culprit=True)
         self._tasks.append(asyncio.create_task(self._watch(), name="environment process watch"))
@@ -242,31 +254,40 @@ def _resolve(future: asyncio.Future[Any], answer: dict[str, Any]) -> None:
     future.set_exception(EnvironmentRaised(f"{name}: {text}"))
 
 
-class IsolatedTasks:
-    """See `TextEnvironmentFactory`: the same tasks as `inner`, whose instances live in `num_processes` processes.
+class EnvironmentProcesses:
+    """The processes that an actor plays one environment in.
 
-    Invariant: a task whose episode was, or may have been, what killed a process is played again in one of its own, so
-    that it takes no other episode with it a second time.
+    Invariants:
+      * They are started once for all episodes that wait for them: the limit of an episode ends its wait, not a start.
+      * A task whose episode was, or may have been, what killed a process is played again in one of its own, so that it
+        takes no other episode with it a second time.
     """
 
-    def __init__(self, inner: TextEnvironmentFactory, num_processes: int, limits: IsolationLimits) -> None:
-        """Args: inner: made in this process too, for what it says of itself; its tools run here."""
-        self.name = inner.name
-        self.num_levels = inner.num_levels
-        self.identity = inner.identity
-        self.limits_own_score = inner.limits_own_score
-        self.tools = inner.tools
+    def __init__(self, known: Known, num_processes: int, limits: IsolationLimits) -> None:
         self.counters = IsolationCounters()
+        self.running: list[EnvironmentProcess] = []
+        self._known = known
         self._limits = limits
         self._num_processes = num_processes
-        self._processes: list[EnvironmentProcess] = []
         self._leaving: set[EnvironmentProcess] = set()  # end with their episodes
-        self._starting = asyncio.Lock()
+        self._filling: asyncio.Task[None] | None = None
         self._suspects: collections.OrderedDict[Task, None] = collections.OrderedDict()
         self._ids = itertools.count(1)
 
-    def __call__(self) -> TextEnvironment:
-        return _IsolatedEpisode(self, next(self._ids))
+    def next_instance(self) -> int:
+        """A number that no instance has had."""
+        return next(self._ids)
+
+    async def start(self) -> None:
+        """Makes the number full.
+
+        Raises:
+          EnvironmentDied: if a process does not come up.
+        """
+        if self._filling is None or self._filling.done():
+            self._filling = asyncio.create_task(self._fill(), name="start of environment processes")
+            self._filling.add_done_callback(lambda task: task.cancelled() or task.exception())  # whoever waits is told
+        await asyncio.shield(self._filling)
 
     async def process_for(self, task: Task) -> EnvironmentProcess:
         """A process that takes another episode; of its own, for a task that is suspect."""
@@ -275,12 +296,26 @@ class IsolatedTasks:
             process.retired = True
             self._leaving = {process, *(other for other in self._leaving if not other.ended)}
             return process
-        async with self._starting:
-            self._leaving |= {process for process in self._processes if process.retired}
-            self._processes = [process for process in self._processes if not (process.ended or process.retired)]
-            while len(self._processes) < self._num_processes:
-                self._processes.append(await self._start())
-        return min(self._processes, key=lambda process: process.num_episodes)
+        await self.start()
+        return min(self.running, key=lambda process: process.num_episodes)
+
+    async def play(self, task: Task, argument: Any) -> Any:
+        """What an instance of its own says to `play`. One that is cancelled is ended there too.
+
+        Raises:
+          EnvironmentDied: if its process ended.
+          Exception: see `EnvironmentProcess.call`.
+        """
+        process, instance = await self.process_for(task), self.next_instance()
+        process.num_episodes += 1
+        try:
+            return await process.call(instance, "play", argument)
+        except EnvironmentDied as error:
+            if error.culprit:
+                self.suspect(task)
+            raise
+        finally:
+            process.episode_ended(instance, broken=True)
 
     def suspect(self, task: Task) -> None:
         """Its episode may have been what killed a process."""
@@ -290,27 +325,52 @@ class IsolatedTasks:
 
     async def close(self) -> None:
         """Ends all processes."""
-        await asyncio.gather(*(process.close() for process in [*self._processes, *self._leaving]))
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.wait([self._filling])
+        await asyncio.gather(*(process.close() for process in [*self.running, *self._leaving]))
+
+    async def _fill(self) -> None:
+        self._leaving |= {process for process in self.running if process.retired}
+        self.running = [process for process in self.running if not (process.ended or process.retired)]
+        while len(self.running) < self._num_processes:
+            self.running.append(await self._start())
 
     async def _start(self) -> EnvironmentProcess:
-        process = EnvironmentProcess(self.name, self.num_levels, self._limits, self.counters)
+        process = EnvironmentProcess(self._known, self._limits, self.counters)
         await process.start()
         return process
+
+
+class IsolatedTasks:
+    """See `TextEnvironmentFactory`: the same tasks as `inner`, whose instances live in `processes`."""
+
+    def __init__(self, inner: TextEnvironmentFactory, processes: EnvironmentProcesses) -> None:
+        """Args: inner: made in this process too, for what it says of itself; its tools run here."""
+        self.name = inner.name
+        self.num_levels = inner.num_levels
+        self.identity = inner.identity
+        self.limits_own_score = inner.limits_own_score
+        self.tools = inner.tools
+        self.processes = processes
+
+    def __call__(self) -> TextEnvironment:
+        return _IsolatedEpisode(self.processes)
 
 
 class _IsolatedEpisode:
     """An instance here stands for one there, in whichever process has it."""
 
-    def __init__(self, tasks: IsolatedTasks, number: int) -> None:
-        self._tasks = tasks
-        self._number = number
+    def __init__(self, processes: EnvironmentProcesses) -> None:
+        self._processes = processes
+        self._number = processes.next_instance()
         self._process: EnvironmentProcess | None = None
         self._task: Task | None = None
         self._broken = False
 
     async def reset(self, task: Task) -> Sequence[Message]:
         if self._process is None or self._process.ended or self._process.retired:
-            self._process = await self._tasks.process_for(task)
+            self._process = await self._processes.process_for(task)
         self._task, self._broken = task, False
         self._process.num_episodes += 1
         return [Message(**message) for message in await self._call("reset", dataclasses.asdict(task))]
@@ -339,7 +399,7 @@ class _IsolatedEpisode:
             result = await self._process.call(self._number, call, argument)
         except EnvironmentDied as error:
             if error.culprit and self._task is not None:
-                self._tasks.suspect(self._task)
+                self._processes.suspect(self._task)
             raise
         self._broken = False
         return result

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from asyncrl_jax.actor.chat.formats import chat_format
 from asyncrl_jax.actor.chat.messages import read_opening
+from asyncrl_jax.actor.envs.agent import AgentEnvironments, AgentProgram, agent_program
 from asyncrl_jax.actor.envs.arithmetic import Arithmetic
 from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.actor.envs.chat import ChatEnvironments
@@ -28,8 +27,7 @@ def make_environments(config: Config, services: Services | None = None) -> Envir
       ValueError: for a name, tokenizer or tool that is not known, a sandbox that can't be had, tokens that the model
         does not know, or levels that do not exist; it names the setting.
     """
-    # Where nothing is played no process is worth its start.
-    environments = _make(config, services or Services(dataclasses.replace(config.environment, processes=0)))
+    environments = _make(config, services or Services(config.environment, plays=False))
     if config.model.vocab_size < environments.vocab_size:
         raise ValueError(
             f"--config.model.vocab_size={config.model.vocab_size}: environment {config.environment.name} has "
@@ -48,10 +46,12 @@ def _make(config: Config, services: Services) -> EnvironmentMaker:
     if kind == Arithmetic.name and not rest:
         return Arithmetic
     if kind == "agent":
-        from asyncrl_jax.actor.envs.agent import AgentEnvironments
+        return _driving(agent_program(rest), config, services)
+    if kind == "verifiers":
+        from asyncrl_jax.actor.envs.verifiers_env import verifiers_program
 
-        levels, chat = len(config.environment.level_weights), chat_format(config.environment.tokenizer)
-        return AgentEnvironments(rest, levels, chat, services.endpoint, config.environment.turn_tokens)
+        levels = len(config.environment.level_weights)
+        return _driving(verifiers_program(rest, levels, config.environment.arguments, services), config, services)
     try:
         factory = _text_factory(kind, rest, config, services)
         tools = make_tools(config.tools.names, config.tools) | services.mcp_tools(
@@ -70,6 +70,11 @@ def _make(config: Config, services: Services) -> EnvironmentMaker:
         opening=opening,
         outcomes=services.tool_outcomes,
     )
+
+
+def _driving(program: AgentProgram, config: Config, services: Services) -> EnvironmentMaker:
+    levels, chat = len(config.environment.level_weights), chat_format(config.environment.tokenizer)
+    return AgentEnvironments(program, levels, chat, services.endpoint, config.environment.turn_tokens)
 
 
 def _text_factory(kind: str, rest: str, config: Config, services: Services) -> TextEnvironmentFactory:
@@ -92,11 +97,13 @@ def _text_factory(kind: str, rest: str, config: Config, services: Services) -> T
         sessions = OpenEnvTasks(rest, len(config.environment.level_weights))
         services.closes(sessions.close)
         return sessions
-    third_party = third_party_factory(config.environment.name, len(config.environment.level_weights))
+    third_party = third_party_factory(
+        config.environment.name, len(config.environment.level_weights), config.environment.arguments
+    )
     if third_party is not None:
         return services.isolated(third_party)
     raise ValueError(
         f"--config.environment.name={config.environment.name}: not known; use arithmetic, code, math:<file>, "
         "reasoning_gym:<data set>, function:<module>:<name>, text:<module>:<name>, agent:<module>:<name>, "
-        "gymnasium:<id> or openenv:<url>"
+        "gymnasium:<id>, verifiers:<id> or openenv:<url>"
     )

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import importlib
+import json
+from typing import Any
 
 from asyncrl_jax.actor.envs.text import TextEnvironmentFactory
 
 _MEMBERS = ("name", "num_levels", "identity", "limits_own_score", "tools")
 
 
-def third_party_factory(name: str, num_levels: int) -> TextEnvironmentFactory | None:
+def read_arguments(arguments: str) -> dict[str, Any]:
+    """`--config.environment.arguments`.
+
+    Raises:
+      ValueError: if it is no JSON object.
+    """
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError as error:
+        raise ValueError(f"--config.environment.arguments={arguments}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f'--config.environment.arguments={arguments}: a JSON object is needed, as {{"size": 4}}')
+    return found
+
+
+def third_party_factory(name: str, num_levels: int, arguments: str = "") -> TextEnvironmentFactory | None:
     """The environment of `--config.environment.name`, None if it is none of these.
+
+    Args: arguments: as `environment.arguments`.
 
     Raises:
       ValueError: if it can't be made.
@@ -23,7 +42,7 @@ def third_party_factory(name: str, num_levels: int) -> TextEnvironmentFactory | 
     if kind == "gymnasium":
         from asyncrl_jax.actor.envs.gym import GymnasiumTasks
 
-        return GymnasiumTasks(rest, num_levels)
+        return GymnasiumTasks(rest, num_levels, read_arguments(arguments))
     if kind == "text":
         return _own_factory(rest)
     return None

@@ -10,7 +10,7 @@ import pytest
 from asyncrl_jax.actor.chat.endpoint import Endpoint
 from asyncrl_jax.actor.chat.formats import ByteFormat
 from asyncrl_jax.actor.chat.tokenizer import ByteTokenizer
-from asyncrl_jax.actor.envs.agent import AgentEnvironments
+from asyncrl_jax.actor.envs.agent import AgentEnvironments, agent_program
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.config import EnvironmentConfig, RewardConfig
 from asyncrl_jax.types import FinishReason, Task
@@ -110,7 +110,7 @@ async def short_agent(seed, level, split, base_url, api_key):
 def _play(agent, *turns, max_turns=5, max_tokens=2000):
     async def main():
         endpoint = Endpoint("127.0.0.1", 0)
-        source = AgentEnvironments(f"{__name__}:{agent.__name__}", 3, ByteFormat(), endpoint)
+        source = AgentEnvironments(agent_program(f"{__name__}:{agent.__name__}"), 3, ByteFormat(), endpoint)
         policy = ScriptedPolicy(*[(*turn.encode(), END) for turn in turns])
         environment = EnvironmentConfig(max_turns=max_turns, max_tokens=max_tokens, call_timeout_s=20.0)
         config = EpisodeConfig(environment, RewardConfig())
@@ -158,7 +158,7 @@ def test_orch_06_blocking_agents_wait_neither_for_each_other_nor_does_the_actor_
     async def run():
         endpoint = Endpoint("127.0.0.1", 0)
         try:
-            source = AgentEnvironments(f"{__name__}:patient_agent", 3, ByteFormat(), endpoint)
+            source = AgentEnvironments(agent_program(f"{__name__}:patient_agent"), 3, ByteFormat(), endpoint)
             task = Task(source.name, "train", 2, 3)
             config = EpisodeConfig(EnvironmentConfig(max_tokens=2000), RewardConfig())
             playing = [

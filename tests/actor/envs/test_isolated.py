@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl_jax.actor.envs import isolated
-from asyncrl_jax.actor.envs.isolated import EnvironmentDied, EnvironmentRaised, IsolatedTasks, IsolationLimits
+from asyncrl_jax.actor.envs.isolated import (
+    EnvironmentDied,
+    EnvironmentProcesses,
+    EnvironmentRaised,
+    IsolatedTasks,
+    IsolationLimits,
+    Known,
+)
 from asyncrl_jax.actor.envs.third_party import third_party_factory
 from asyncrl_jax.actor.usage import usage_of
 from asyncrl_jax.types import Task
@@ -30,11 +37,13 @@ def play(script, processes=1, **limits):
     """Runs `script(tasks)` and returns what it returns; every process has ended then."""
 
     async def run():
-        tasks = IsolatedTasks(third_party_factory(ROUGH, 1), processes, IsolationLimits(**limits))
+        tasks = IsolatedTasks(
+            third_party_factory(ROUGH, 1), EnvironmentProcesses(Known(ROUGH, 1), processes, IsolationLimits(**limits))
+        )
         try:
             return await asyncio.wait_for(script(tasks), 60)
         finally:
-            await tasks.close()
+            await tasks.processes.close()
 
     return asyncio.run(run())
 
@@ -63,7 +72,7 @@ def test_an_episode_is_what_it_would_be_in_the_actor_but_elsewhere():
 def test_env_01_what_an_environment_raises_is_raised_here_and_costs_its_episode_alone():
     async def script(tasks):
         results = await asyncio.gather(*(episode(tasks, i) for i in (1, 2, FINE)), return_exceptions=True)
-        return results, tasks.counters
+        return results, tasks.processes.counters
 
     (data, odd, (_, score)), counters = play(script)
     assert isinstance(data, ValueError)  # whose fault it is is told by its type
@@ -81,7 +90,7 @@ def test_a_death_is_laid_to_whose_code_was_running_and_the_others_are_told_apart
         await asyncio.sleep(0.3)
         results = await asyncio.gather(episode(tasks, index), *waiting, return_exceptions=True)
         again = await episode(tasks, FINE)
-        return results, again, tasks.counters
+        return results, again, tasks.processes.counters
 
     (culprit, *others), (_, score), counters = play(script)
     assert isinstance(culprit, EnvironmentDied)
@@ -100,7 +109,7 @@ def test_a_task_that_killed_a_process_is_played_again_in_one_of_its_own():
         await asyncio.sleep(0.01)
         with pytest.raises(EnvironmentDied):
             await episode(tasks, DIES)
-        return await waiting, tasks.counters
+        return await waiting, tasks.processes.counters
 
     (_, score), counters = play(script)
     assert score.success is True
@@ -118,7 +127,7 @@ def test_orch_06_env_02_one_that_blocks_its_process_leaves_the_actors_loop_alone
             await asyncio.sleep(0.02)
             late = max(late, time.monotonic() - due)
         again = await episode(tasks, FINE)
-        return blocked.exception(), late, again, tasks.counters
+        return blocked.exception(), late, again, tasks.processes.counters
 
     error, late, (_, score), counters = play(script, stuck_s=0.5)
     assert isinstance(error, EnvironmentDied)
@@ -135,7 +144,7 @@ def test_env_10_a_call_that_never_returns_is_left_and_its_instance_forgotten():
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(instance.step("x"), 0.2)
         await instance.close()
-        return await episode(tasks, FINE), [process.num_episodes for process in tasks._processes]
+        return await episode(tasks, FINE), [process.num_episodes for process in tasks.processes.running]
 
     (_, score), running = play(script)
     assert score.success
@@ -164,7 +173,7 @@ def test_env_09_a_process_that_takes_more_and_more_is_replaced_when_its_episodes
                 break
             await asyncio.sleep(0.02)
         gone = usage_of(first[0]) is None or not usage_of(first[0]).rss_bytes
-        return first, then, alive, score.success, gone, tasks.counters
+        return first, then, alive, score.success, gone, tasks.processes.counters
 
     first, then, alive, success, gone, counters = play(script, more_memory_bytes=2**27)
     assert len(set(first)) == 1
@@ -173,6 +182,31 @@ def test_env_09_a_process_that_takes_more_and_more_is_replaced_when_its_episodes
     assert success
     assert gone
     assert counters.environments_leaking == 1
+
+
+def test_a_start_is_not_cut_short_by_the_limit_of_who_waits_for_it():
+    async def script(tasks):
+        results = await asyncio.gather(
+            *(asyncio.wait_for(episode(tasks, FINE), 0.001) for _ in range(3)), return_exceptions=True
+        )
+        await tasks.processes.start()
+        return results, await episode(tasks, FINE), tasks.processes.counters
+
+    results, (_, score), counters = play(script)
+    assert [type(result) for result in results] == [TimeoutError] * 3
+    assert score.success
+    assert counters.environments_started == 1
+
+
+def test_one_that_is_closed_while_it_starts_leaves_no_process():
+    async def script(tasks):
+        starting = asyncio.create_task(tasks.processes.start())
+        await asyncio.sleep(0.05)
+        await tasks.processes.close()
+        await asyncio.gather(starting, return_exceptions=True)
+        return usage_of(os.getpid()).processes
+
+    assert play(script) == usage_of(os.getpid()).processes
 
 
 def test_several_processes_share_the_episodes():

@@ -125,8 +125,11 @@ def test_a_gymnasium_environment_of_text_is_played():
     class Echo(gymnasium.Env):
         observation_space = action_space = gymnasium.spaces.Text(100)
 
+        def __init__(self, prefix="w"):
+            self.prefix = prefix
+
         def reset(self, *, seed=None, options=None):
-            self.word = f"w{seed % 97}"
+            self.word = f"{self.prefix}{seed % 97}"
             return f"say {self.word}", {}
 
         def step(self, action):
@@ -146,6 +149,13 @@ def test_a_gymnasium_environment_of_text_is_played():
 
     assert asyncio.run(scenario(True)).success
     assert not asyncio.run(scenario(False)).success
+    config = override(config, {"environment.arguments": '{"prefix": "v"}'})
+    made = make_environments(config)
+    assert b"say v" in bytes(t for t in asyncio.run(made().reset(Task(made.name, "train", 1, 0))) if t < 256)
+    assert "prefix" in made.identity
+    with pytest.raises(ValueError, match="unexpected keyword argument 'suffix'"):
+        make_environments(override(config, {"environment.arguments": '{"suffix": 1}'}))
+    config = override(config, {"environment.arguments": ""})
     with pytest.raises(ValueError, match="is no Text space"):
         make_environments(override(config, {"environment.name": "gymnasium:CartPole-v1"}))
 
@@ -154,6 +164,8 @@ def test_a_gymnasium_environment_of_text_is_played():
     ("changes", "complaint"),
     [
         ({"environment.name": "chess"}, "environment.name=chess: not known"),
+        ({"environment.arguments": "{}"}, "arguments={}: arithmetic takes none; gymnasium:<id> and verifiers:<id> do"),
+        ({"environment.name": "verifiers:x", "environment.processes": 0}, "processes=0: at least 1: verifiers env"),
         ({"environment.name": "code", "tools.names": ("abacus",)}, "no tool 'abacus'"),
         ({"environment.name": "code"}, "model.vocab_size=32: environment code has 258 tokens"),
         ({"environment.name": "code", "environment.tokenizer": "/nowhere"}, "no tokenizer there"),
