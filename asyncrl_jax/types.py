@@ -83,6 +83,10 @@ class Trajectory:
     sampling_ended_at: float  # unix seconds
     # Experts that the sampler's routers chose: int16, by input token, layer with experts, and choice; −1 where unknown.
     routed_experts: np.ndarray | None = None
+    # Of a process reward model, which scores K steps; both None without one. A step is what the policy sampled up to
+    # (and not including) token `step_ends[k]`, since the step before it.
+    step_scores: np.ndarray | None = None  # float32 [K], each in [0, 1]
+    step_ends: np.ndarray | None = None  # int32 [K], rising
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ import numpy as np
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.transport import schema
+from asyncrl_jax.transport.scored_steps import STEP_COLUMNS, BadSteps, split_steps, step_columns
 from asyncrl_jax.types import REWARD_PARTS, FinishReason, Group, Task, Ticket, Trajectory
 
 _MARKER = b"\xc3\x01"
@@ -150,6 +151,8 @@ def encode_group(group: Group, limits: Limits) -> bytes:
     for name in _COLUMNS:
         parts += (_varint(columns[name].nbytes), columns[name].data)
     parts.append(_ENVELOPE.pack(group.partial, group.enqueued_at))
+    for name in STEP_COLUMNS:  # often all empty
+        parts += (_varint(columns[name].nbytes), columns[name].data)
     data = b"".join(parts)
     if len(data) > limits.max_message_bytes:
         raise InvalidGroup("too_large", f"{len(data)} bytes, limit {limits.max_message_bytes}", group.ticket.ticket_id)
@@ -254,6 +257,7 @@ def _columns(group: Group) -> dict[str, np.ndarray]:
         columns["finish_reasons"] = np.array([_POSITIONS[member.finish_reason] for member in members], "u1")
         for name in ("num_turns", "sampling_started_at", "sampling_ended_at"):
             columns[name] = np.array([getattr(member, name) for member in members], _TRAJECTORY_COLUMNS[name])
+        columns |= step_columns(members)
         kinds = {
             (type(member.reward), type(member.success), type(member.num_turns), type(member.finish_reason))
             for member in members
@@ -285,6 +289,8 @@ def group_from(record: dict[str, Any], limits: Limits) -> Group:
     parts = _column(record, "reward_parts", "<f4", num_members * len(REWARD_PARTS), ticket)
     columns["reward_parts"] = parts.reshape(num_members, len(REWARD_PARTS))
     _check_tokens(columns, limits, ticket)
+    columns |= {name: _column(record, name, dtype, None, ticket) for name, dtype in STEP_COLUMNS.items()}
+    steps = _steps({"lengths": lengths_G, **columns}, ticket)
     scalars = {name: columns[name].tolist() for name in _TRAJECTORY_COLUMNS}
     _check_scalars(scalars, ticket)
     bounds = [0, *ends_G.tolist()]
@@ -302,9 +308,11 @@ def group_from(record: dict[str, Any], limits: Limits) -> Group:
             num_turns,
             started_at,
             ended_at,
+            step_scores=scores_K,
+            step_ends=ends_K,
         )
-        for start, end, parts_P, (reward, success, reason, num_turns, started_at, ended_at) in zip(
-            bounds, bounds[1:], columns["reward_parts"], zip(*scalars.values(), strict=True), strict=False
+        for start, end, parts_P, (scores_K, ends_K), (reward, success, reason, num_turns, started_at, ended_at) in zip(
+            bounds, bounds[1:], columns["reward_parts"], steps, zip(*scalars.values(), strict=True), strict=False
         )
     )
     group = Group(ticket, trajectories, record["actor_id"], record["partial"], record["enqueued_at"])
@@ -314,7 +322,7 @@ def group_from(record: dict[str, Any], limits: Limits) -> Group:
 
 def _column(record: dict[str, Any], name: str, dtype: str, length: int | None, ticket: Ticket) -> np.ndarray:
     """A column of the record as an array, of exactly `length` values unless that is None."""
-    data = record[name]
+    data = record[name] or b""  # fastavro gives the default of a field as the schema writes it: ""
     itemsize = np.dtype(dtype).itemsize
     if len(data) % itemsize or (length is not None and len(data) != length * itemsize):
         expected = f"a multiple of {itemsize}" if length is None else length * itemsize
@@ -342,6 +350,7 @@ def _checked_columns(group: Group, limits: Limits) -> dict[str, np.ndarray]:
     columns = _columns(group)
     _check_lengths(columns["lengths"], limits, ticket)
     _check_tokens(columns, limits, ticket)
+    _steps(columns, ticket)
     _check_scalars({name: columns[name].tolist() for name in _TRAJECTORY_COLUMNS}, ticket)
     _check_envelope(group)
     return columns
@@ -452,6 +461,13 @@ def _check_tokens(columns: dict[str, np.ndarray], limits: Limits, ticket: Ticket
     parts_GP = columns["reward_parts"]
     if not (parts_GP.min() >= 0 and parts_GP.max() <= 1):  # NaN fails
         refuse(~((parts_GP >= 0) & (parts_GP <= 1)).all(axis=1), "bad_reward_parts", "reward_parts")
+
+
+def _steps(columns: dict[str, np.ndarray], ticket: Ticket) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
+    try:
+        return split_steps(columns)
+    except BadSteps as error:
+        raise InvalidGroup(error.reason, str(error), ticket.ticket_id) from error
 
 
 def _check_scalars(scalars: dict[str, list[Any]], ticket: Ticket) -> None:

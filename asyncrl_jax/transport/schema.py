@@ -62,7 +62,17 @@ _GROUP = {
         ),
         {"name": "partial", "type": "boolean", "default": False},
         {"name": "enqueued_at", "type": "double", "default": 0.0},
+        # Of a process reward model; all three empty without one.
+        {"name": "num_steps", "type": "bytes", "default": ""},  # int32 [G]
+        {"name": "step_scores", "type": "bytes", "default": ""},  # float32 [sum of num_steps]
+        {"name": "step_ends", "type": "bytes", "default": ""},  # int32 [the same]
     ],
+}
+
+# As it was before steps were scored.
+_GROUP_WITHOUT_STEPS = {
+    **_GROUP,
+    "fields": [field for field in _GROUP["fields"] if field["name"] not in ("num_steps", "step_scores", "step_ends")],
 }
 
 _ARCHIVED = {
@@ -128,6 +138,7 @@ _LEDGER_EVENT = {
 
 TICKET = fastavro.parse_schema(_TICKET)
 GROUP = fastavro.parse_schema(_GROUP)
+GROUP_WITHOUT_STEPS = fastavro.parse_schema(_GROUP_WITHOUT_STEPS)
 ARCHIVED = fastavro.parse_schema(_ARCHIVED)
 LEDGER_EVENT = fastavro.parse_schema(_LEDGER_EVENT)
 TRAINED_BATCH = fastavro.parse_schema(_TRAINED_BATCH)
@@ -151,5 +162,5 @@ def fingerprint_of(schema: Any) -> bytes:
 # Writers' schemas that a reader of each message understands, by fingerprint.
 READABLE: dict[str, dict[bytes, Any]] = {
     "ticket": {fingerprint_of(TICKET): TICKET},
-    "group": {fingerprint_of(GROUP): GROUP},
+    "group": {fingerprint_of(schema): schema for schema in (GROUP, GROUP_WITHOUT_STEPS)},
 }
