@@ -288,6 +288,12 @@ class Config:
             "needs --config.pool.refill_groups_per_update=0: which groups are replaced depends on who comes first",
         )
         require(
+            not (self.deterministic and self.reward.process.url),
+            "deterministic",
+            True,
+            "needs --config.reward.process.url=: what a server answers is not fixed by the seed",
+        )
+        require(
             self.environment.max_tokens <= self.model.max_positions,
             "environment.max_tokens",
             self.environment.max_tokens,

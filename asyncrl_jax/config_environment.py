@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import urllib.parse
 
-from asyncrl_jax.config_leaf import require, setting
+from asyncrl_jax.config_leaf import branch, require, setting
 from asyncrl_jax.laws import parse
 
 
@@ -89,15 +90,63 @@ class EnvironmentConfig:
                 raise ValueError(f"--config.environment.turn_delay_s={error}") from None
 
 
+AGGREGATES = ("min", "mean", "last")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessRewardConfig:
+    """A model that scores the steps of an episode; what it says takes the place of the environment's step part."""
+
+    url: str = setting("", "endpoint that scores steps; empty: none. Needs the extra process")
+    model: str = setting("", "Hugging Face directory of a model that scores them on the actor host; empty: none")
+    step_end: str = setting("", "text that ends a step within a turn of the policy, as a line break; empty: none does")
+    aggregate: str = setting("min", "an episode's step part from the scores of its steps: min, mean or last")
+    all_fail: bool = setting(False, "count the step part also in groups without any success")
+    key_variable: str = setting("", "environment variable that holds the endpoint's key; empty: none is sent")
+    timeout_s: float = setting(10.0, "longest one request to the endpoint, waiting for a connection left out, in s")
+    max_attempts: int = setting(3, "requests for one episode, while the endpoint fails or does not answer")
+    max_connections: int = setting(32, "connections of an actor to the endpoint")
+    tokenizer: str = setting("", "of the model on the host: byte, or a directory; empty: the model's own")
+    good: str = setting("+", "its token for a step that is right")
+    bad: str = setting("-", "its token for a step that is wrong")
+    step_tag: str = setting("", "text that the model expects behind each step; empty: none")
+    max_tokens: int = setting(2048, "longest episode that it scores, in its tokens; longer ones fail")
+    batch_tokens: int = setting(4096, "tokens that it scores at a time, about")
+
+    def __post_init__(self) -> None:
+        name = "reward.process"
+        require(not (self.url and self.model), f"{name}.url", self.url, f"or {name}.model, not both")
+        require(self.aggregate in AGGREGATES, f"{name}.aggregate", self.aggregate, f"use {', '.join(AGGREGATES)}")
+        require(self.timeout_s > 0, f"{name}.timeout_s", self.timeout_s, "more than 0")
+        for field in ("max_attempts", "max_connections", "max_tokens", "batch_tokens"):
+            require(getattr(self, field) >= 1, f"{name}.{field}", getattr(self, field), "at least 1")
+        require(self.good != self.bad, f"{name}.good", self.good, f"another token than {name}.bad")
+        if self.url:
+            self._check_url()
+
+    def _check_url(self) -> None:
+        name, url = "reward.process.url", urllib.parse.urlsplit(self.url)
+        require(url.scheme in ("http", "https") and bool(url.hostname), name, self.url, "use http://… or https://…")
+        require("@" not in url.netloc, name, "…@…", "name the key's variable in reward.process.key_variable")
+        near = url.scheme == "https" or url.hostname in ("localhost", "127.0.0.1", "::1")
+        require(near or not self.key_variable, name, self.url, "https, or the key could be read on the way")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a process reward model."""
+        return bool(self.url or self.model)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Weights of the reward parts; each part is in [0, 1] per episode."""
 
     final: float = setting(1.0, "weight of the right final answer")
-    step: float = setting(0.4, "weight of right intermediate steps")
+    step: float = setting(0.4, "weight of right intermediate steps, as the environment or a process reward model says")
     format: float = setting(0.1, "weight of a well-formed episode")
     tool: float = setting(0.1, "weight of well-formed tool calls")
     shuffle: bool = setting(False, "control experiment: permute rewards within each batch; nothing should be learnt")
+    process: ProcessRewardConfig = branch(ProcessRewardConfig)
 
     def __post_init__(self) -> None:
         require(self.final >= 0.6, "reward.final", self.final, "at least 0.6, or the parts outweigh the answer")

@@ -180,6 +180,28 @@ class DriftConfig:
         require(self.explore_temperature >= 1, f"{name}.explore_temperature", self.explore_temperature, "at least 1")
 
 
+AGREEMENT_ACTIONS = ("alarm", "hold_out", "hold")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AgreementConfig:
+    """When a process reward model disagrees with the final reward."""
+
+    action: str = setting(
+        "hold_out", "then: alarm, hold_out (its step part counts 0) or hold (the bucket, for `asyncrl review`)"
+    )
+    window_groups: int = setting(32, "groups with better and worse members before the first test")
+    z_score: float = setting(4.0, "standard errors that a verdict takes")
+    min_gap: float = setting(0.05, "least mean step part of better members above that of worse ones that is of use")
+
+    def __post_init__(self) -> None:
+        name, choices = "orchestrator.agreement", ", ".join(AGREEMENT_ACTIONS)
+        require(self.action in AGREEMENT_ACTIONS, f"{name}.action", self.action, f"use one of {choices}")
+        require(self.window_groups >= 8, f"{name}.window_groups", self.window_groups, "at least 8")
+        require(self.z_score > 0, f"{name}.z_score", self.z_score, "more than 0")
+        require(0 <= self.min_gap < 1, f"{name}.min_gap", self.min_gap, "at least 0 and below 1")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegressionConfig:
     """When held-out success falls beyond noise."""
@@ -207,6 +229,7 @@ class OrchestratorConfig:
     curriculum: CurriculumConfig = branch(CurriculumConfig)
     breaker: BreakerConfig = branch(BreakerConfig)
     drift: DriftConfig = branch(DriftConfig)
+    agreement: AgreementConfig = branch(AgreementConfig)
     regression: RegressionConfig = branch(RegressionConfig)
     autoscale: AutoscaleConfig = branch(AutoscaleConfig)
     fleet: FleetConfig = branch(FleetConfig)

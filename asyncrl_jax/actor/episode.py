@@ -14,10 +14,11 @@ import numpy as np
 
 from asyncrl_jax.actor.engines.base import Completion, Engine, Session
 from asyncrl_jax.actor.envs.base import Environment
+from asyncrl_jax.actor.process_rewards.base import ProcessScorer
 from asyncrl_jax.actor.rewards import weigh
 from asyncrl_jax.config import EnvironmentConfig, RewardConfig
 from asyncrl_jax.laws import Delays
-from asyncrl_jax.types import FinishReason, Task, Trajectory
+from asyncrl_jax.types import REWARD_PARTS, FinishReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class EpisodeConfig:
 
     environment: EnvironmentConfig
     reward: RewardConfig
+    process: ProcessScorer | None = None  # of steps; None: the environment scores them
 
 
 class _Transcript:
@@ -101,11 +103,14 @@ async def run_episode(
         transcript, finish = await _converse(session, environment, task, config.environment, delays)
         score_limit_s = math.inf if environment.limits_own_score else limit_s
         scored = await _call("score", _score(environment, config.reward), score_limit_s)
+        tokens = transcript.fields()
+        if config.process is not None:  # which has limits of its own
+            scored = await _call("process", _score_steps(config.process, tokens, scored, config.reward), math.inf)
     finally:
         session.close()
         await _close(environment, limit_s)
     return Trajectory(
-        **transcript.fields(),
+        **tokens,
         **scored,
         finish_reason=finish,
         num_turns=transcript.num_turns,
@@ -160,6 +165,21 @@ async def _score(environment: Environment, config: RewardConfig) -> dict[str, An
     if not isinstance(score.success, bool):
         raise TypeError(f"success={score.success!r} is no bool")
     return {"reward": reward, "reward_parts": parts, "success": score.success}
+
+
+async def _score_steps(
+    process: ProcessScorer, tokens: dict[str, Any], scored: dict[str, Any], config: RewardConfig
+) -> dict[str, Any]:
+    """The scored fields with the process reward model's step part in place of the environment's."""
+    steps = await process.score(tokens["tokens"], tokens["loss_mask"])
+    parts = dict(zip(REWARD_PARTS, scored["reward_parts"].tolist(), strict=True)) | {"step": steps.part}
+    reward, reward_parts = weigh(parts, config)
+    return scored | {
+        "reward": reward,
+        "reward_parts": reward_parts,
+        "step_scores": steps.scores,
+        "step_ends": steps.ends,
+    }
 
 
 def _checked(tokens: tuple[int, ...], environment: Environment) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ to end ends the process: `watch` in peace, any other with its traceback. Tickets
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 from collections.abc import Coroutine
@@ -30,6 +31,7 @@ from asyncrl_jax.actor.envs.registry import make_environments
 from asyncrl_jax.actor.episode import EpisodeConfig
 from asyncrl_jax.actor.evaluator import Evaluator
 from asyncrl_jax.actor.loop_watch import LoopWatch
+from asyncrl_jax.actor.process_rewards.registry import make_process_scorer
 from asyncrl_jax.actor.pulse import Pulse
 from asyncrl_jax.actor.refresh import Loader, Refresher
 from asyncrl_jax.actor.sampler import Sampler
@@ -75,7 +77,10 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
     control = Control(redis, keys)
     directory = config.weights.directory or str(run_dir / "weights")
     payloads = PayloadStore(config.redis.payload_directory or run_dir / "payloads")
-    episodes = EpisodeConfig(config.environment, config.reward)
+    process = make_process_scorer(config, environments.text)
+    if process is not None:
+        services.closes(process.close)
+    episodes = EpisodeConfig(config.environment, config.reward, process)
     metrics = Metrics(run_dir, actor_id, config.observe)
 
     async def run() -> None:
@@ -119,7 +124,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             Loader(evaluation_engine, control, directory, f"{actor_id}/evaluation", config.weights),
             control,
             environments,
-            episodes,
+            dataclasses.replace(episodes, process=None),  # an evaluation depends on no other model
             holder=actor_id,
             temperature=config.actor.temperature,
             max_attempts=config.actor.max_attempts,

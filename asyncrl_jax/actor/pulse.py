@@ -79,6 +79,7 @@ class Pulse:
         if record is not None:
             await asyncio.to_thread(self._steering.observe, record)
         directives = await asyncio.to_thread(self._steering.directives)
+        self._sampler.steps_held_out = directives.steps_held_out
         order = directives.actors.get(self._actor_id, ActorOrder())
         if order != self._sampler.order:
             log.warning("ordered: %s", order)

@@ -15,6 +15,7 @@ from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.actor.envs.isolated import EnvironmentDied
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.actor.refresh import Refresher
+from asyncrl_jax.actor.rewards import without_lone_steps, without_steps
 from asyncrl_jax.actor.tally import Tally, WatchedEngine
 from asyncrl_jax.seeds import member_seed
 from asyncrl_jax.transport.codec import InvalidGroup
@@ -75,6 +76,7 @@ class Sampler:
         """Args: group_size: expected, to claim no more than there is room for; each ticket states its own."""
         self.counters = SamplerCounters()
         self.order = ActorOrder()  # of the orchestrator, as of the last heartbeat
+        self.steps_held_out: Collection[str] = ()  # buckets, as of the same
         self._tally = tally
         self._retries = RETRY_BURST  # that may be made now
         self._cut: dict[str, asyncio.Event] = {}  # set when the members under way are no longer waited for
@@ -167,10 +169,9 @@ class Sampler:
         ticket = delivery.ticket
         try:
             await self._refresher.until_serves(ticket)
-            trajectories = await self._play(ticket)
+            trajectories = self._rewarded(ticket, await self._play(ticket))
             self._playing.pop(ticket.ticket_id)
             partial = len(trajectories) < ticket.group_size
-            self._tally.group(ticket, trajectories)
             group = Group(ticket=ticket, trajectories=trajectories, actor_id=self._actor_id, partial=partial)
             self.counters.groups_partial += partial
             if await asyncio.to_thread(self._writer.submit, delivery, group):
@@ -187,6 +188,14 @@ class Sampler:
         finally:
             del self._unfinished[ticket.ticket_id]
             self._room.set()
+
+    def _rewarded(self, ticket: Ticket, members: tuple[Trajectory, ...]) -> tuple[Trajectory, ...]:
+        """The members with what counts of their scored steps. Counted as scored, also where that is held out."""
+        members = without_lone_steps(members, self._config.reward)
+        self._tally.group(ticket, members)
+        if f"{ticket.task.environment}/{ticket.task.level}" in self.steps_held_out:
+            return without_steps(members, self._config.reward)
+        return members
 
     async def _play(self, ticket: Ticket) -> tuple[Trajectory, ...]:
         """All members of the group, in order; fewer once `cut` has named the ticket.

@@ -14,6 +14,8 @@ import numpy as np
 
 from asyncrl_jax.actor.engines.base import Completion, Engine, EngineCounters, Session
 from asyncrl_jax.actor.episode import EpisodeFailed
+from asyncrl_jax.actor.rewards import InvalidReward, step_gap
+from asyncrl_jax.actor.verifiers import ScoreFailed
 from asyncrl_jax.types import Ticket, Trajectory, WeightVersion
 
 # What a bad task, a bad reward or a bug raises. Anything else (no answer, no connection, no memory) is the
@@ -39,6 +41,11 @@ class Tally:
         sums["reward"] += float(rewards.sum())
         sums["reward_squared"] += float(np.square(rewards).sum())
         sums["group_variance"] += float(rewards.var())
+        gap = step_gap(trajectories)
+        if gap is not None:
+            sums["contrasts"] += 1
+            sums["step_gap"] += gap
+            sums["step_gap_squared"] += gap * gap
         for trajectory in trajectories:
             sampled = trajectory.loss_mask.astype(bool)
             sums["successes"] += int(trajectory.success)
@@ -54,12 +61,17 @@ class Tally:
     def fault(self, environment: str, error: EpisodeFailed) -> None:
         """Counts an episode that failed, by where it did and with what."""
         kind, _, tool = error.stage.partition(":")
-        target = {"score": f"reward:{environment}", "tool": f"tool:{environment}/{tool}"}.get(
-            kind, f"environment:{environment}"
-        )
+        target = {
+            "score": f"reward:{environment}",
+            "process": f"reward:{environment}",
+            "tool": f"tool:{environment}/{tool}",
+        }.get(kind, f"environment:{environment}")
         cause = error.__cause__
         faults = self._target(target)["data" if isinstance(cause, _OF_THE_DATA) else "infrastructure"]
-        faults[f"{error.stage}/{type(cause).__name__}"] += 1
+        signature = f"{error.stage}/{type(cause).__name__}"
+        if isinstance(cause, (InvalidReward, ScoreFailed)):
+            signature += f"/{cause.reason}"
+        faults[signature] += 1
 
     def own_fault(self, error: Exception) -> None:
         """Counts a fault of this actor: it made something that cannot be sent."""

@@ -217,11 +217,9 @@ def _buckets(states: rounds.States, beat: Mapping[str, Any]) -> list[str]:
 
 def _held(config: Config, steering: Steering) -> str:
     states = memory.load(rounds.initial_states(config), steering.states())
-    return "\n".join(
-        f"review     {name}: {bucket.drift or 'held'}; asyncrl review release {name}"
-        for name, bucket in sorted(states.drift.buckets.items())
-        if bucket.held
-    )
+    held = {name: bucket.drift or "held" for name, bucket in states.drift.buckets.items() if bucket.held}
+    held |= {name: bucket.alarm for name, bucket in states.agreement.buckets.items() if bucket.held}
+    return "\n".join(f"review     {name}: {why}; asyncrl review release {name}" for name, why in sorted(held.items()))
 
 
 def _actor(name: str, beat: Mapping[str, Any], directives: Any) -> str:

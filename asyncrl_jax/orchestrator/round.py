@@ -1,8 +1,8 @@
 """One look at everything but admission: all policies, in order, on one scene. A pure function, as they are.
 
-breaker ─┐
-drift ───┴▶ curriculum ─▶ weights        lag ─▶ N, "wait for fresh"   ─┐   watermark ─▶ factor, quotas ─┐
-                                                                      └────────────────────────────────┴▶ autoscale
+breaker ───┐
+drift ─────┼▶ curriculum ─▶ weights      lag ─▶ N, "wait for fresh"   ─┐   watermark ─▶ factor, quotas ─┐
+agreement ─┘                                                          └────────────────────────────────┴▶ autoscale
 regression ─▶ rollback, confirmation, pause                       a human's settings go before every rule
 """
 
@@ -15,7 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl_jax.config import Config
-from asyncrl_jax.orchestrator.policies import autoscale, breaker, curriculum, drift, lag, regression, watermark
+from asyncrl_jax.orchestrator.policies import (
+    agreement,
+    autoscale,
+    breaker,
+    curriculum,
+    drift,
+    lag,
+    regression,
+    watermark,
+)
+from asyncrl_jax.orchestrator.policies.agreement import State as AgreementState
 from asyncrl_jax.orchestrator.policies.autoscale import State as AutoscaleState
 from asyncrl_jax.orchestrator.policies.breaker import State as BreakerState
 from asyncrl_jax.orchestrator.policies.curriculum import State as CurriculumState
@@ -38,6 +48,7 @@ class States:
     curriculum: CurriculumState = CurriculumState()
     breaker: BreakerState = BreakerState()
     drift: DriftState = DriftState()
+    agreement: AgreementState = AgreementState()
     regression: RegressionState = RegressionState()
     quotas: Mapping[str, Quota] = dataclasses.field(default_factory=dict)
     issued: Mapping[str, int] = dataclasses.field(default_factory=dict)  # groups, by bucket
@@ -97,7 +108,14 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
         breaker.Observed(scene.now, tallies, _actors(scene.actor_beats), _chosen(operator, "breaker.")),
         settings.breaker,
     )
-    drifted = drift.decide(states.drift, _drift_observed(states, samples, operator), settings.drift)
+    seen = _drift_observed(states, samples, operator)
+    drifted = drift.decide(states.drift, seen, settings.drift)
+    agreed = agreement.decide(
+        states.agreement,
+        agreement.Observed(_contrasts(samples), config.reward.step, seen.released),
+        settings.agreement,
+    )
+    drifted = dataclasses.replace(drifted, factors={**drifted.factors, **agreed.factors})
     taught = _weights(states, scene, config, samples, broken, drifted)
     tuned = _bound(states, scene, config)
     pressed = watermark.decide(
@@ -119,7 +137,7 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
         settings.autoscale,
         settings.fleet,
     )
-    log = [*broken.log, *drifted.log, *taught.log, *tuned.log, *pressed.log, *judged.log, *scaled.log]
+    log = [*broken.log, *drifted.log, *agreed.log, *taught.log, *tuned.log, *pressed.log, *judged.log, *scaled.log]
     halted, resumed = _halted(states, operator, judged)
     expire_before, reset = _archive_reset(states, scene, tuned)
     log += [*resumed, *reset]
@@ -132,6 +150,7 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
         curriculum=taught.state,
         breaker=broken.state,
         drift=drifted.state,
+        agreement=agreed.state,
         regression=judged.state,
         issued=states.issued,
         quotas=watermark.refill(states.quotas, environments, scene.now, settings.watermark),
@@ -154,7 +173,9 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
         probe_groups=settings.breaker.probes if probing else None,
         quotas=after.quotas,
         confirm=judged.confirm,
-        directives=_directives(after, tuned, operator, judged.state, config),
+        directives=dataclasses.replace(
+            _directives(after, tuned, operator, judged.state, config), steps_held_out=agreed.held_out
+        ),
     )
     return after, plan, tuple(log)
 
@@ -225,6 +246,14 @@ def _drift_observed(states: States, samples: Mapping[str, drift.Sample], operato
     }
     held = {bucket for bucket, value in reviews.items() if value.startswith("held")}
     return drift.Observed(samples, frozenset(released), frozenset(held))
+
+
+def _contrasts(samples: Mapping[str, drift.Sample]) -> dict[str, agreement.Contrasts]:
+    return {
+        name: agreement.Contrasts(sample.contrasts, sample.step_gap, sample.step_gap_squared)
+        for name, sample in samples.items()
+        if sample.contrasts
+    }
 
 
 def _weights(

@@ -39,7 +39,7 @@ _TICKET = {
     ),
 }
 
-_GROUP = {
+_GROUP: dict[str, Any] = {
     "type": "record",
     "name": "Group",
     "namespace": "asyncrl_jax",

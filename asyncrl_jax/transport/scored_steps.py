@@ -5,6 +5,7 @@ Dimensions: G trajectories, S tokens of the whole group, K scored steps of all t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -65,7 +66,7 @@ def split_steps(columns: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray | No
         raise BadSteps("bad_step_scores", f"{scores_K[~good_K][0]} is outside [0, 1]")
     bounds, starts = np.cumsum([0, *counts_G], dtype=np.int64), np.cumsum([0, *lengths_G], dtype=np.int64)
     steps: list[tuple[np.ndarray | None, np.ndarray | None]] = []
-    for g, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for g, (first, last) in enumerate(itertools.pairwise(bounds)):
         own_ends = ends_K[first:last]
         if len(own_ends) == 0:
             steps.append((None, None))

@@ -94,6 +94,7 @@ class Directives:
     keep_update: int | None = None  # the newest checkpoint at or before it is kept
     rollback: RollbackOrder | None = None
     actors: Mapping[str, ActorOrder] = dataclasses.field(default_factory=dict)  # by actor id; absent: no order
+    steps_held_out: tuple[str, ...] = ()  # buckets whose groups get nothing from a process reward model
     fleet_size: int | None = None  # members that the fleet is to have, in their order; None before the first round
     learner_copies: int | None = None  # of the weights in the learner's mesh (mesh.data), as asked for; None: as it is
 
@@ -270,6 +271,7 @@ def _directives(found: dict[str, Any]) -> Directives:
     if given.get("rollback") is not None:
         given["rollback"] = RollbackOrder(**given["rollback"])
     given["actors"] = {actor: ActorOrder(**order) for actor, order in (given.get("actors") or {}).items()}
+    given["steps_held_out"] = tuple(str(bucket) for bucket in given.get("steps_held_out") or ())
     for name in ("fleet_size", "learner_copies"):
         if given.get(name) is not None:
             given[name] = int(given[name])

@@ -13,14 +13,14 @@ import pytest
 from asyncrl_jax.actor import refresh
 from asyncrl_jax.actor.concurrency import Concurrency
 from asyncrl_jax.actor.engines.base import EngineCounters
-from asyncrl_jax.actor.episode import EpisodeFailed
+from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed
 from asyncrl_jax.actor.loop_watch import LoopWatch
 from asyncrl_jax.actor.pulse import Pulse
 from asyncrl_jax.actor.sampler import RETRY_BURST, Sampler
 from asyncrl_jax.actor.services import Services
 from asyncrl_jax.actor.tally import Tally, WatchedEngine, repetition
 from asyncrl_jax.actor.watchdog import Watchdog
-from asyncrl_jax.config import ActorConfig, EnvironmentConfig
+from asyncrl_jax.config import ActorConfig, EnvironmentConfig, RewardConfig
 from asyncrl_jax.transport.steering import ActorOrder, Directives
 from asyncrl_jax.transport.tasks import Delivery
 from asyncrl_jax.types import FinishReason, Task, Ticket, Trajectory, WeightVersion
@@ -147,7 +147,7 @@ class Scene:
             self.tasks,
             self.writer,
             None,
-            None,
+            EpisodeConfig(EnvironmentConfig(), RewardConfig()),
             actor_id="a",
             concurrency=Concurrency(16, 0, queue_share=0.25),
             group_size=4,
@@ -193,6 +193,30 @@ def test_orch_04_a_lost_member_costs_itself_and_the_others_go_as_a_partial_group
     assert group.partial
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 3.0]
     assert scene.sampler.counters.groups_partial == 1
+
+
+def test_the_step_part_of_a_bucket_that_is_held_out_is_measured_but_not_sent():
+    def scored(reward, success):
+        parts = np.array([success, 0.5, 0, 0], np.float32)
+        steps = {"step_scores": np.array([0.5], np.float32), "step_ends": np.array([4], np.int32)}
+        return dataclasses.replace(trajectory(reward=reward, success=success), reward_parts=parts, **steps)
+
+    async def play(_ticket, member):
+        return scored(1.2, True) if member else scored(0.2, False)
+
+    async def script(scene):
+        await until(lambda: scene.writer.groups)
+
+    rewards = {}
+    for held_out in ((), ("sums/1",), ("sums/2",)):
+        scene = Scene(Tasks(ticket()), play)
+        scene.sampler.steps_held_out = held_out
+        scene.run(script)
+        (group,) = scene.writer.groups
+        rewards[held_out] = [round(t.reward, 6) for t in group.trajectories], group.trajectories[0].step_scores is None
+        assert scene.tally.take()["buckets"]["sums/2"]["contrasts"] == 1
+    assert rewards[()] == rewards[("sums/1",)] == ([0.2, 1.2, 1.2, 1.2], False)
+    assert rewards[("sums/2",)] == ([0.0, 1.0, 1.0, 1.0], True)
 
 
 def test_a_group_cut_with_too_few_members_fails_and_is_counted():

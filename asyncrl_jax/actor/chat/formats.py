@@ -137,6 +137,11 @@ def _with_tools_told(messages: Sequence[Message], tools: Sequence[ToolSchema]) -
     return [Message("system", told), *messages]
 
 
+def plain_text(chat: ChatFormat, tokens: Sequence[int]) -> str:
+    """What tokens say, without marks of turns."""
+    return chat.tokenizer.decode([token for token in tokens if token not in chat.tokenizer.marks])
+
+
 def chat_format(tokenizer: str) -> ChatFormat:
     """The format of `environment.tokenizer`: "byte", or a directory with a tokenizer and its chat template.
 

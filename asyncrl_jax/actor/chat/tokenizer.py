@@ -18,6 +18,11 @@ class Tokenizer(Protocol):
         """Changes whenever a text would give other tokens."""
         ...
 
+    @property
+    def marks(self) -> frozenset[int]:
+        """Tokens that no text contains, as ends of turns."""
+        ...
+
     def encode(self, text: str) -> tuple[int, ...]: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -33,6 +38,7 @@ class ByteTokenizer:
     TURN_END = 257
     vocab_size = 258
     identity = "bytes-1"
+    marks = frozenset({TURN_START, TURN_END})
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode("utf-8", errors="replace"))
@@ -57,6 +63,7 @@ class HuggingFaceTokenizer:
         except (OSError, ValueError) as error:
             raise ValueError(f"--config.environment.tokenizer={directory}: no tokenizer there ({error})") from error
         self.vocab_size = len(self.inner)
+        self.marks = frozenset(self.inner.all_special_ids)
 
     @functools.cached_property
     def identity(self) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from asyncrl_jax.actor.chat.endpoint import Answer, Conversation, Endpoint, Request
-from asyncrl_jax.actor.chat.formats import ChatFormat
+from asyncrl_jax.actor.chat.formats import ChatFormat, plain_text
 from asyncrl_jax.actor.envs.base import Observation, Score
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import Task
@@ -102,6 +102,9 @@ class AgentEnvironments:
         self.identity = f"{program.identity}/{chat_format.tokenizer.identity}"
         self.endpoint = endpoint
         self.turn_tokens = turn_tokens
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return plain_text(self.format, tokens)
 
     def __call__(self) -> AgentEpisode:
         return AgentEpisode(self)

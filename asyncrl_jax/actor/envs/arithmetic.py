@@ -199,6 +199,7 @@ class Arithmetic:
     stop_tokens: ClassVar[frozenset[int]] = frozenset(encode(">$"))
     turn_tokens: ClassVar[int] = 0
     limits_own_score: ClassVar[bool] = False
+    text = staticmethod(decode)
 
     def __init__(self) -> None:
         self._problem: Problem | None = None

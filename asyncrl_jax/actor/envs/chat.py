@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import xxhash
 
-from asyncrl_jax.actor.chat.formats import ChatFormat
+from asyncrl_jax.actor.chat.formats import ChatFormat, plain_text
 from asyncrl_jax.actor.chat.messages import Message, opened
 from asyncrl_jax.actor.chat.tool_calls import MalformedCall, parse_tool_calls
 from asyncrl_jax.actor.envs.base import Observation, Score
@@ -197,6 +197,9 @@ class ChatEnvironments:
         self.format = format
         self.config = config
         self.pool = InstancePool(factory, reuse=reuse_instances)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return plain_text(self.format, tokens)
 
     def __call__(self) -> ChatEpisode:
         return ChatEpisode(self)

@@ -44,6 +44,9 @@ class Sample:
     successes: float = 0.0
     repetition: float = 0.0  # share of an episode's token pairs that it had before
     surprisal: float = 0.0  # −log-prob of the sampled tokens, in nats; its mean estimates the entropy
+    contrasts: float = 0.0  # groups that did not end alike, with scored steps; see `agreement`
+    step_gap: float = 0.0  # step part of their better members − that of the worse ones
+    step_gap_squared: float = 0.0
 
     def plus(self, other: Sample) -> Sample:
         names = [field.name for field in dataclasses.fields(self)]
