@@ -10,6 +10,7 @@ only the places that end steps are judged, also if the policy writes the tag.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,20 +34,17 @@ class Annotator:
         """Args: vocab_size: of the model.
 
         Raises:
-          ValueError: if there is no tokenizer that can do it, or the good or bad token is not one token.
+          ValueError: if there is no tokenizer, or the good or bad token is not one token.
         """
         self._tag = config.step_tag
         self._bytes = config.tokenizer == "byte"
         directory = config.tokenizer or config.model
-        try:
-            self._tokenizer = ByteTokenizer() if self._bytes else HuggingFaceTokenizer(directory)
-        except ValueError as error:
+        if not self._bytes and not (Path(directory) / "tokenizer.json").is_file():
             raise ValueError(
-                f"--config.reward.process.tokenizer={config.tokenizer}: no tokenizer in {directory}; name byte, or a "
-                "directory"
-            ) from error
-        if isinstance(self._tokenizer, HuggingFaceTokenizer) and not self._tokenizer.inner.is_fast:
-            raise ValueError(f"--config.reward.process.tokenizer={directory}: needs a tokenizer.json")
+                f"--config.reward.process.tokenizer={config.tokenizer}: no tokenizer.json in {directory}; name byte, "
+                "or a directory"
+            )
+        self._tokenizer = ByteTokenizer() if self._bytes else HuggingFaceTokenizer(directory)
         most = 256 if self._bytes else self._tokenizer.vocab_size
         if most > vocab_size:
             raise ValueError(f"--config.reward.process.model={config.model}: {vocab_size} tokens, its tokenizer {most}")

@@ -99,9 +99,9 @@ def checked(scores: Sequence[Any], num_steps: int) -> np.ndarray:
 def aggregated(scores_K: np.ndarray, rule: str) -> float:
     """An episode's step part, of at least one step's scores.
 
-    `min` is the score of the worst step, by which Math-Shepherd judges solutions (Wang et al. 2024, arXiv 2312.08935): one
-    wrong step spoils what follows, and more steps gain nothing. `mean` forgives one, and can be raised by steps without
-    content. `last` trusts the model to remember (Snell et al. 2024, arXiv 2408.03314).
+    `min` is the score of the worst step, by which Math-Shepherd judges solutions (Wang et al. 2024, arXiv 2312.08935):
+    one wrong step spoils what follows, and more steps gain nothing. `mean` forgives one, and can be raised by steps
+    without content. `last` trusts the model to remember (Snell et al. 2024, arXiv 2408.03314).
     """
     if rule == "last":
         return float(scores_K[-1])
