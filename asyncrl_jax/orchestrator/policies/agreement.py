@@ -133,7 +133,10 @@ def _looked(name: str, bucket: Bucket, weight: float, config: AgreementConfig) -
     after = Bucket(alarm=found, held=bucket.held)
     subject, log = f"bucket:{name}", list[Decision]()
     if found and not bucket.held:
-        after = dataclasses.replace(after, held=config.action == "hold")
+        found = (
+            PREFERS_FAILURES if bucket.alarm == PREFERS_FAILURES else found
+        )  # what was worse stands until it is over
+        after = Bucket(alarm=found, held=config.action == "hold")
         if found != bucket.alarm:
             log.append(Decision("agreement", config.action, subject, f"{found}: {_WORDS[found]}", numbers))
     elif bucket.held:  # for a human to judge, whatever came in late
