@@ -26,6 +26,9 @@ class AdvantageConfig:
     eps: float = setting(1e-6, "added to the group's reward deviation")
     whiten: bool = setting(False, "give the step's advantages mean 0 and variance 1 over its tokens")
     turn_discount: float = setting(1.0, "factor on the advantage for every turn between a turn and the last one")
+    step_credit: float = setting(
+        0.0, "factor on what each step's tokens get for the scores of a process reward model, beside the trajectory's"
+    )
     discount: float = setting(1.0, "γ of gae, per sampled token")
     decay: float = setting(0.95, "λ of gae")
     normalise_rewards: bool = setting(False, "give the rewards of a batch mean 0 and deviation 1 first")
@@ -55,6 +58,13 @@ class AdvantageConfig:
             "learner.advantage.turn_discount",
             self.turn_discount,
             "1 with learner.advantage.estimator = gae, whose critic gives credit within the trajectory",
+        )
+        require(self.step_credit >= 0, "learner.advantage.step_credit", self.step_credit, "at least 0")
+        require(
+            self.step_credit == 0 or self.estimator != "gae",
+            "learner.advantage.step_credit",
+            self.step_credit,
+            "0 with learner.advantage.estimator = gae, whose critic gives credit within the trajectory",
         )
         require(
             self.overlong_buffer_tokens >= 0,

@@ -21,6 +21,7 @@ from asyncrl_jax.learner.advantages import (
     group_advantages,
     leave_one_out_advantages,
     spread_over_turns,
+    turn_advantages,
 )
 from asyncrl_jax.learner.shaping import normalised_rewards, overlong_penalty
 from asyncrl_jax.types import FinishReason, Group
@@ -70,11 +71,15 @@ def assign_credit(
         [_per_token(settings, float(value), mask) for value, mask in zip(of_group, masks_G, strict=True)]
         for of_group, masks_G in zip(worth, masks, strict=True)
     ]
+    if settings.step_credit:
+        factors = [settings.step_credit * w for w in group_weights or [1.0] * len(groups)]
+        for of_group, group, kept_G, factor in zip(advantages, groups, kept, factors, strict=True):
+            _add_step_credit(of_group, group, kept_G, factor, config)
     return Credit(
         advantages=advantages,
         rewards=[[float(reward) for reward in of_group] for of_group in shaped],
         loss_masks=masks,
-        statistics=_statistics(groups, kept, rewards, worth),
+        statistics=_statistics(groups, kept, rewards, advantages),
     )
 
 
@@ -119,18 +124,43 @@ def _per_token(settings: AdvantageConfig, advantage: float, mask_T: np.ndarray) 
     return spread_over_turns(turns_K, mask_T)
 
 
+def _add_step_credit(
+    advantages: list[np.ndarray], group: Group, kept_G: np.ndarray, factor: float, config: Config
+) -> None:
+    """Adds to the advantages [T] of each kept member `factor` × what its steps are worth; see `turn_advantages`.
+
+    Where all fail it adds nothing, unless `reward.process.all_fail` is set, nor where no process model scored steps.
+    """
+    settings, members = config.learner.advantage, group.trajectories
+    scores = [member.step_scores for member, keep in zip(members, kept_G, strict=True) if keep]
+    asked = config.reward.process.all_fail or any(member.success for member in members)
+    if not (asked and scores) or any(of_member is None for of_member in scores):
+        return
+    worth = iter(turn_advantages([s for s in scores if s is not None], settings.eps, settings.turn_discount))
+    for g, (member, keep) in enumerate(zip(members, kept_G, strict=True)):
+        if keep:
+            assert member.step_ends is not None
+            steps_T = np.searchsorted(member.step_ends, np.arange(len(member.tokens)), side="right")
+            padded = np.append(next(worth), np.float32(0))  # behind the last step
+            advantages[g] += np.float32(factor) * np.where(member.loss_mask, padded[steps_T], 0)
+
+
 def _statistics(
-    groups: Sequence[Group], kept: list[np.ndarray], rewards: Sequence[np.ndarray], worth: list[np.ndarray]
+    groups: Sequence[Group],
+    kept: list[np.ndarray],
+    rewards: Sequence[np.ndarray],
+    advantages: Sequence[Sequence[np.ndarray]],
 ) -> dict[str, float]:
     trajectories = [t for group in groups for t in group.trajectories]
     kept_all = np.concatenate(kept)
     lengths = np.asarray([t.loss_mask.sum() for t in trajectories], np.float64)
     earned = np.concatenate([np.asarray(of_group, np.float64) for of_group in rewards])
     count = max(int(kept_all.sum()), 1)
+    teaches = [any(advantages_T.any() for advantages_T in of_group) for of_group in advantages]
     return {
         "reward_kept": float(earned[kept_all].sum() / count),
         "length_kept": float(lengths[kept_all].sum() / count),
         "truncated_share": float(np.mean([t.finish_reason == FinishReason.LENGTH for t in trajectories])),
-        "zero_advantage_groups": float(sum(not of_group.any() for of_group in worth)),
-        "zero_advantage": float(not any(of_group.any() for of_group in worth)),
+        "zero_advantage_groups": float(teaches.count(False)),
+        "zero_advantage": float(not any(teaches)),
     }

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl_jax.config import Config
-from asyncrl_jax.config_hf import read_teachers
+from asyncrl_jax.config_hf import read_hf_config, read_teachers
 from asyncrl_jax.local.environment import child_environment, divide_cores, redis_password
 from asyncrl_jax.observe.writers import PACKAGES
 
@@ -75,6 +75,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
         lambda: _port(config) if own_server else _server(config, resume),
         lambda: _demonstrations(config),
         lambda: _teachers(config),
+        lambda: _process_model(config),
         lambda: _memory(config),
     ]
     return [check() for check in checks]
@@ -245,6 +246,22 @@ def _demonstrations(config: Config) -> Check:
     if path and not Path(path).is_file():
         return Check("demonstrations", path, f"--config.warm_start.demonstrations={path}: no such file")
     return Check("demonstrations", path or "written at the start of the run")
+
+
+def _process_model(config: Config) -> Check:
+    process, problem = config.reward.process, ""
+    if process.url and importlib.util.find_spec("httpx") is None:
+        problem = f"--config.reward.process.url={process.url}: needs pip install 'asyncrl-jax[process]'"
+    elif process.url and process.key_variable and not os.environ.get(process.key_variable):
+        problem = f"--config.reward.process.key_variable={process.key_variable}: the variable is not set"
+    elif process.model:
+        from asyncrl_jax.actor.process_rewards.annotated import Annotator
+
+        try:
+            Annotator(process, read_hf_config(process.model).vocab_size)
+        except ValueError as error:
+            problem = str(error)
+    return Check("process reward model", process.url or process.model or "none", problem)
 
 
 def _teachers(config: Config) -> Check:

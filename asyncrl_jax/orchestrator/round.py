@@ -112,7 +112,9 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
     drifted = drift.decide(states.drift, seen, settings.drift)
     agreed = agreement.decide(
         states.agreement,
-        agreement.Observed(_contrasts(samples), config.reward.step, seen.released),
+        agreement.Observed(
+            _contrasts(samples), config.reward.step + config.learner.advantage.step_credit, seen.released
+        ),
         settings.agreement,
     )
     drifted = dataclasses.replace(drifted, factors={**drifted.factors, **agreed.factors})

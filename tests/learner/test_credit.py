@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from update_setup import group, random_groups, tiny_config, trajectory, zero_lags
 
+from asyncrl_jax.config_environment import ProcessRewardConfig
 from asyncrl_jax.learner.advantages import (
     discounted_over_turns,
     leave_one_out_advantages,
@@ -195,3 +196,46 @@ def test_tok_06_the_reward_of_a_critic_lies_on_the_last_trained_token_and_nowher
     where = tuple(at[0])
     assert packed.rewards[where] == 0.5
     assert packed.positions[where] == 5  # position t predicts token t + 1, and the last of 8 is a tool's
+
+
+def scored_members(success):
+    """Two members of 6 tokens, sampled at 1, 2 and 4, 5: two steps each, scored 0.9 and 0.7, and 0.5 and 0.1."""
+    mask = np.array([0, 1, 1, 0, 1, 1], np.uint8)
+    return group(
+        0,
+        [
+            dataclasses.replace(
+                trajectory(np.random.default_rng(0), 6),
+                loss_mask=mask,
+                reward=0.0,
+                success=success and first == 0.9,
+                step_scores=np.array([first, second], np.float32),
+                step_ends=np.array([3, 6], np.int32),
+            )
+            for first, second in ((0.9, 0.7), (0.5, 0.1))
+        ],
+    )
+
+
+def test_each_steps_tokens_get_what_its_score_and_later_ones_are_worth():
+    """Mean 0.55, population deviation √0.0875: normalised scores, summed to the end, times the factor."""
+    found = credit([scored_members(success=True)], step_credit=0.5)
+    z = (np.array([0.9, 0.7, 0.5, 0.1]) - 0.55) / np.sqrt(0.0875)
+    for advantages, (first, second) in zip(found.advantages[0], ((z[0], z[1]), (z[2], z[3])), strict=True):
+        expected = 0.5 * np.array([0, first + second, first + second, 0, second, second])
+        np.testing.assert_allclose(advantages, expected, rtol=1e-4)
+    assert found.statistics["zero_advantage"] == 0
+
+
+def test_a_group_that_fails_gets_no_credit_from_a_process_model_unless_asked():
+    failing = scored_members(success=False)
+    assert not any(a.any() for a in credit([failing], step_credit=0.5).advantages[0])
+    config = tiny_config(**{"advantage.step_credit": 0.5})
+    config = dataclasses.replace(
+        config, reward=dataclasses.replace(config.reward, process=ProcessRewardConfig(all_fail=True))
+    )
+    asked = assign_credit(config, [failing], [[t.loss_mask for t in failing.trajectories]], [np.zeros(2)])
+    assert all(a.any() for a in asked.advantages[0])
+    unscored = group(0, [dataclasses.replace(t, step_scores=None, step_ends=None) for t in failing.trajectories])
+    found = assign_credit(config, [unscored], [[t.loss_mask for t in failing.trajectories]], [np.zeros(2)])
+    assert not any(a.any() for a in found.advantages[0])

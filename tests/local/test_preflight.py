@@ -65,6 +65,19 @@ def test_demonstrations_that_do_not_exist_are_named(tmp_path):
     assert problems(override(Config(), missing | {"warm_start.num_steps": 0}), tmp_path / "run") == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"url": "https://scores.example/", "key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+        ({"model": "/nowhere", "tokenizer": "byte"}, "/nowhere"),
+    ],
+)
+def test_a_process_reward_model_that_can_not_be_had_is_named(tmp_path, changes, named):
+    changes = {f"reward.process.{name}": value for name, value in changes.items()}
+    (problem,) = problems(override(Config(), changes), tmp_path / "run")
+    assert named in problem
+
+
 def test_a_wrong_redis_password_is_one_clear_line(tmp_path):
     server = start_server(tmp_path / "redis", Config().redis)
     with contextlib.closing(contextlib.ExitStack()) as stack:

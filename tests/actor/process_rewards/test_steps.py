@@ -18,6 +18,7 @@ from asyncrl_jax.actor.verifiers import ScoreFailed
 from asyncrl_jax.config import EnvironmentConfig, RewardConfig
 from asyncrl_jax.config_environment import ProcessRewardConfig
 from asyncrl_jax.types import Task
+from examples.step_scores import scores as example_scores
 from tests.actor.scripted import ScriptedPolicy
 from tests.builders import make_ticket, make_trajectory
 
@@ -212,3 +213,16 @@ def test_a_tally_sums_how_better_members_score_against_worse_ones():
     sums = tally.take()["buckets"]["arithmetic/2"]
     assert (sums["groups"], sums["contrasts"]) == (4, 2)
     assert (sums["step_gap"], sums["step_gap_squared"]) == (pytest.approx(0.1), pytest.approx(0.41))
+
+
+def test_the_examples_endpoint_knows_the_flawless_solution_from_one_that_stops_early():
+    problem = asyncio.run(_problem())
+    assert len(problem.calls) == 2
+    before = [f"^{problem.expression}=", *[f"{value};" for value in problem.running[1:]]]
+
+    def scored(*said):
+        return example_scores([{"before": b, "text": text} for b, text in zip(before, said, strict=False)])
+
+    assert scored(*problem.calls, f"#{problem.running[-1]}$") == [0.9, 0.9, 0.9]
+    assert scored(problem.calls[0], f"#{problem.running[1]}$") == [0.9, 0.1]
+    assert scored(problem.calls[1], problem.calls[0]) == [0.1, 0.9]
