@@ -287,6 +287,27 @@ class Config:
             True,
             "needs --config.pool.refill_groups_per_update=0: which groups are replaced depends on who comes first",
         )
+        exploration, objective = self.actor.exploration, self.learner.objective
+        require(
+            exploration.share == 0 or (objective.uses_weights and objective.weight_bound == "truncate"),
+            "actor.exploration.share",
+            exploration.share,
+            "0, or state how samples of another policy are weighed: --config.learner.objective.correction=interpolated "
+            "--config.learner.objective.weight_bound=truncate",
+        )
+        require(
+            not (self.deterministic and exploration.share and exploration.policy == "older"),
+            "deterministic",
+            True,
+            "needs --config.actor.exploration.policy=uniform: which version was evaluated last depends on time",
+        )
+        highest = self.actor.temperature * math.exp(exploration.temperature_jitter)
+        require(
+            self.actor.engine == "jax" or highest <= 2,
+            "actor.exploration.temperature_jitter",
+            exploration.temperature_jitter,
+            f"less: temperatures reach {highest:.2f}, and vLLM refuses those above 2",
+        )
         require(
             not (self.deterministic and self.reward.process.url),
             "deterministic",

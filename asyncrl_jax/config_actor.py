@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 
-from asyncrl_jax.config_leaf import require, setting
+from asyncrl_jax.config_leaf import branch, require, setting
 
 ENGINES = ("jax", "vllm")
+MOST_EXPLORED = 0.05
+POLICIES = ("older", "uniform")
 SWAP_BOUNDARIES = ("token", "turn", "episode")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplorationConfig:
+    temperature_jitter: float = setting(
+        0.0, "each sample's temperature is the ticket's times e^u, u uniform between -jitter and +jitter"
+    )
+    share: float = setting(0.0, f"share of samples that another policy makes; at most {MOST_EXPLORED}")
+    policy: str = setting("older", "which: older (the version evaluated last) or uniform (over the vocabulary)")
+
+    def __post_init__(self) -> None:
+        name = "actor.exploration"
+        require(0 <= self.temperature_jitter <= 1, f"{name}.temperature_jitter", self.temperature_jitter, "from 0 to 1")
+        require(0 <= self.share <= MOST_EXPLORED, f"{name}.share", self.share, f"from 0 to {MOST_EXPLORED}")
+        require(self.policy in POLICIES, f"{name}.policy", self.policy, f"use one of {', '.join(POLICIES)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +52,7 @@ class ActorConfig:
     max_attempts: int = setting(3, "attempts at a ticket before it is reported as failed")
     heartbeat_s: float = setting(1.0, "seconds between heartbeats, of every role")
     heartbeat_timeout_s: float = setting(15.0, "seconds without a heartbeat before a process counts as dead")
+    exploration: ExplorationConfig = branch(ExplorationConfig)
 
     def __post_init__(self) -> None:
         require(self.num_hosts >= 1, "actor.num_hosts", self.num_hosts, "at least 1")

@@ -22,6 +22,9 @@ class EnvironmentConfig:
     opening: str = setting(
         "", "JSON file of messages (role, content) that every conversation of text starts with, as solved examples"
     )
+    prompt_variants: str = setting(
+        "", "JSON file of texts with {prompt} in each: ways to put a training task's question, drawn by task"
+    )
     level_weights: tuple[float, ...] = setting((1.0, 1.0, 1.0), "share of training tasks of each level, level 1 first")
     demonstrated_levels: tuple[int, ...] = setting((1, 2), "levels that warm-start demonstrations show")
     max_turns: int = setting(5, "times the policy may speak in one episode")

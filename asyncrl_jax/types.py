@@ -66,6 +66,13 @@ class Ticket:
     issued_at: float  # unix seconds
 
 
+class Exploration(enum.StrEnum):
+    """Policies other than the one being trained that may sample a small share of the trajectories."""
+
+    UNIFORM = "uniform"  # every token of the vocabulary alike
+    OLDER = "older"  # a version beyond the lag bound
+
+
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
     """One episode, token in, token out: what the policy sampled is what is trained."""
@@ -87,6 +94,8 @@ class Trajectory:
     # (and not including) token `step_ends[k]`, since the step before it.
     step_scores: np.ndarray | None = None  # float32 [K], each in [0, 1]
     step_ends: np.ndarray | None = None  # int32 [K], rising
+    temperature: float | None = None  # of sampling, where it is not the ticket's
+    exploration: Exploration | None = None  # which policy sampled it, where it is not the one being trained
 
 
 @dataclasses.dataclass(frozen=True)

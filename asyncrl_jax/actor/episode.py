@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from asyncrl_jax.actor.engines.base import Completion, Engine, Session
+from asyncrl_jax.actor.engines.base import Completion, Session, SessionSource
 from asyncrl_jax.actor.envs.base import Environment
 from asyncrl_jax.actor.process_rewards.base import ProcessScorer
 from asyncrl_jax.actor.rewards import weigh
@@ -78,7 +78,7 @@ class _Transcript:
 
 
 async def run_episode(
-    engine: Engine, environment: Environment, task: Task, *, seed: int, temperature: float, config: EpisodeConfig
+    engine: SessionSource, environment: Environment, task: Task, *, seed: int, temperature: float, config: EpisodeConfig
 ) -> Trajectory:
     """Plays one task to its end.
 

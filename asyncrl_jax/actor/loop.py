@@ -30,6 +30,7 @@ from asyncrl_jax.actor.engines.registry import make_engine
 from asyncrl_jax.actor.envs.registry import make_environments
 from asyncrl_jax.actor.episode import EpisodeConfig
 from asyncrl_jax.actor.evaluator import Evaluator
+from asyncrl_jax.actor.exploration import Explorer
 from asyncrl_jax.actor.loop_watch import LoopWatch
 from asyncrl_jax.actor.process_rewards.registry import make_process_scorer
 from asyncrl_jax.actor.pulse import Pulse
@@ -103,6 +104,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
         tally, watched = Tally(actor_id), WatchedEngine(engine)
         sampler = Sampler(
             watched,
+            Explorer(config.actor.exploration, watched, evaluation_engine, config.model.vocab_size),
             refresher,
             TaskStream(redis, keys, actor_id, config.redis),
             GroupWriter(redis, keys, config.redis, Limits.from_config(config), payloads),

@@ -14,6 +14,7 @@ from asyncrl_jax.actor.concurrency import Concurrency
 from asyncrl_jax.actor.envs.base import EnvironmentMaker
 from asyncrl_jax.actor.envs.isolated import EnvironmentDied
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
+from asyncrl_jax.actor.exploration import Explorer
 from asyncrl_jax.actor.refresh import Refresher
 from asyncrl_jax.actor.rewards import without_lone_steps, without_steps
 from asyncrl_jax.actor.tally import Tally, WatchedEngine
@@ -61,6 +62,7 @@ class Sampler:
     def __init__(
         self,
         engine: WatchedEngine,
+        explorer: Explorer,
         refresher: Refresher,
         tasks: TaskStream,
         writer: GroupWriter,
@@ -81,6 +83,7 @@ class Sampler:
         self._retries = RETRY_BURST  # that may be made now
         self._cut: dict[str, asyncio.Event] = {}  # set when the members under way are no longer waited for
         self._engine = engine
+        self._explorer = explorer
         self._refresher = refresher
         self._tasks = tasks
         self._writer = writer
@@ -192,7 +195,9 @@ class Sampler:
     def _rewarded(self, ticket: Ticket, members: tuple[Trajectory, ...]) -> tuple[Trajectory, ...]:
         """The members with what counts of their scored steps. Counted as scored, also where that is held out."""
         members = without_lone_steps(members, self._config.reward)
-        self._tally.group(ticket, members)
+        own = [member for member in members if member.exploration is None]
+        if own:  # what another policy sampled says nothing of this one
+            self._tally.group(ticket, own)
         if f"{ticket.task.environment}/{ticket.task.level}" in self.steps_held_out:
             return without_steps(members, self._config.reward)
         return members
@@ -243,16 +248,18 @@ class Sampler:
     async def _attempt(self, ticket: Ticket, member: int) -> Trajectory:
         self._retries = min(self._retries + RETRY_SHARE, RETRY_BURST)
         attempt, lost = 1, 0
+        choice = self._explorer.choose(ticket, member)
         while True:
             try:
-                return await run_episode(
-                    self._engine,
+                trajectory = await run_episode(
+                    choice.source,
                     self._environments(),
                     ticket.task,
                     seed=member_seed(ticket.seed, member, attempt),
-                    temperature=ticket.temperature,
+                    temperature=choice.temperature or ticket.temperature,
                     config=self._config,
                 )
+                return dataclasses.replace(trajectory, temperature=choice.temperature, exploration=choice.exploration)
             except EpisodeFailed as error:
                 if _lost_to_another(error) and lost < MAX_LOST:
                     lost += 1

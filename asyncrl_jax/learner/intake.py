@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from asyncrl_jax.transport.codec import InvalidGroup, Limits
 from asyncrl_jax.transport.groups import Entry, GroupReader
-from asyncrl_jax.types import Group, Outcome
+from asyncrl_jax.types import Exploration, Group, Outcome, Trajectory
 
 from .advantages import group_advantages, has_zero_variance
 from .pool import Pool, PooledGroup, Traits
@@ -31,10 +31,11 @@ class Arrivals:
     successes: float = 0.0
 
     def add(self, pooled: PooledGroup) -> None:
-        size = len(pooled.group.trajectories)
-        self.trajectories += size
-        self.rewards += pooled.traits.reward * size
-        self.successes += pooled.traits.success * size
+        """Counts a group; what another policy sampled says nothing of this one."""
+        own = [t for t in pooled.group.trajectories if t.exploration is None]
+        self.trajectories += len(own)
+        self.rewards += sum(t.reward for t in own)
+        self.successes += sum(t.success for t in own)
 
     def means(self) -> dict[str, float]:
         """`reward_all` and `success_all`; nothing when nothing came."""
@@ -144,7 +145,7 @@ class Intake:
         try:
             group = entry.decode(self._limits)
             versions = _versions(group)
-            unknown = [v for v in versions if not self._known_version(v)]
+            unknown = [v for v in all_versions(group.trajectories) if not self._known_version(v)]
             if unknown:
                 raise InvalidGroup(
                     "unknown_version", f"versions {unknown} were never announced", group.ticket.ticket_id
@@ -175,5 +176,11 @@ def traits_of(group: Group, advantage_eps: float) -> Traits:
 
 
 def _versions(group: Group) -> tuple[int, ...]:
-    sampled = [t.policy_versions[t.loss_mask.astype(bool)] for t in group.trajectories]
-    return tuple(int(v) for v in np.unique(np.concatenate(sampled)))
+    """Those that the lag bound holds for: not an older policy's, which was to explore."""
+    return all_versions([t for t in group.trajectories if t.exploration != Exploration.OLDER])
+
+
+def all_versions(trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
+    """Of the tokens that were sampled, rising."""
+    sampled = [t.policy_versions[t.loss_mask.astype(bool)] for t in trajectories]
+    return tuple(int(v) for v in np.unique(np.concatenate(sampled))) if sampled else ()

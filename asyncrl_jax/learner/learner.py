@@ -187,16 +187,21 @@ class Learner:
     def _count(self, batch: list[PooledGroup], lags: Any, masks: Any, values: dict[str, float]) -> dict[str, float]:
         """Adds the update to the exact totals; returns its own lag and reward statistics."""
         progress = self.progress
-        by_group = [
-            np.concatenate([lag[mask.astype(bool)] for lag, mask in zip(of, m, strict=True)])
-            for of, m in zip(lags, masks, strict=True)
-        ]
+        by_group = []
+        for pooled, of_group, masks_of_group in zip(batch, lags, masks, strict=True):
+            own = [np.zeros(0, np.int32)]
+            for t, lag, mask in zip(pooled.group.trajectories, of_group, masks_of_group, strict=True):
+                if t.exploration is None:
+                    own.append(lag[mask.astype(bool)])
+                else:
+                    progress.count_explored(int(mask.sum()))
+            by_group.append(np.concatenate(own))
         for pooled, lags_T in zip(batch, by_group, strict=True):
             ticket = pooled.group.ticket
             progress.count_lags(lags_T, self.staleness.bound(ticket))
             progress.groups_by_bucket[f"{ticket.task.environment}/{ticket.task.level}"] += 1
         trained_lags = np.concatenate(by_group)
-        trajectories = [t for pooled in batch for t in pooled.group.trajectories]
+        trajectories = [t for pooled in batch for t in pooled.group.trajectories if t.exploration is None]
         progress.groups_trained += len(batch)
         progress.skipped_updates += int(values["skipped"])
         progress.mixed_version_trajectories += sum(
@@ -211,9 +216,9 @@ class Learner:
             "lag_mean": float(trained_lags.mean()) if trained_lags.size else 0.0,
             "lag_p95": float(np.percentile(trained_lags, 95)) if trained_lags.size else 0.0,
             "lag_max": float(trained_lags.max()) if trained_lags.size else 0.0,
-            "tokens": float(trained_lags.size),
-            "reward": float(np.mean([t.reward for t in trajectories])),
-            "success_train": float(np.mean([t.success for t in trajectories])),
+            "tokens": float(sum(int(mask.sum()) for of_group in masks for mask in of_group)),
+            "reward": float(np.mean([t.reward for t in trajectories])) if trajectories else 0.0,
+            "success_train": float(np.mean([t.success for t in trajectories])) if trajectories else 0.0,
             "zero_variance_share": float(np.mean([pooled.traits.zero_variance for pooled in batch])),
         }
 
@@ -360,6 +365,7 @@ class Learner:
             "busy": self.progress.busy_share,
             "over_bound_tokens": float(self.progress.over_bound_tokens),
             "num_tokens_trained_total": float(self.progress.tokens_trained),
+            "num_tokens_explored_total": float(self.progress.tokens_explored),
             "tokens_per_s": values["tokens"] / (wait_s + step_s),
             "queue_depth": float(len(self.pool)),
             "pool_updates": self.pool.uses_left / self.config.learner.groups_per_update,

@@ -44,6 +44,7 @@ class Tokens(NamedTuple):
     loss_mask: jax.Array  # bool; the one effective mask
     segment_ids: jax.Array  # int32
     token_lag: jax.Array  # int32, in updates
+    explored: jax.Array | None = None  # bool; sampled by another policy
     reference: jax.Array | None = None  # log-probs
     proximal: jax.Array | None = None  # log-probs of the average of past weights
     divergence: jax.Array | None = None  # KL to the teachers, with its gradient
@@ -131,12 +132,15 @@ def step_loss(
 def policy_terms(config: ObjectiveConfig, tokens: Tokens) -> tuple[policy_losses.PolicyTerms, ImportanceWeights | None]:
     """The policy objective that the config names, and the importance weights in it, if it has any."""
     detached = jax.lax.stop_gradient(tokens.target)
+    interpolated = interpolated_proximal(
+        target_logprobs=tokens.target, behaviour_logprobs=tokens.behaviour, token_lag=tokens.token_lag
+    )
+    if tokens.explored is not None:  # another policy is no few updates away, whatever its version says
+        interpolated = jnp.where(tokens.explored, detached, interpolated)
     proximal = {
         "ratio": tokens.behaviour,
         "decoupled": tokens.proximal,
-        "interpolated": interpolated_proximal(
-            target_logprobs=tokens.target, behaviour_logprobs=tokens.behaviour, token_lag=tokens.token_lag
-        ),
+        "interpolated": interpolated,
         "importance": detached,
         "none": detached,
     }[config.correction]
@@ -186,7 +190,8 @@ def _measured(
     """The sums with what is measured, and the largest ratio; nothing here has a gradient."""
     tokens = jax.lax.stop_gradient(tokens)
     mask = tokens.loss_mask
-    lag0 = mask & (tokens.token_lag == 0)
+    own = mask if tokens.explored is None else mask & ~tokens.explored  # the lag of another policy says nothing
+    lag0 = own & (tokens.token_lag == 0)
     ratio = jnp.exp(policy_losses.log_ratio(tokens.target, tokens.behaviour, mask))
 
     def total(values: jax.Array, mask: jax.Array = mask) -> jax.Array:
@@ -203,7 +208,7 @@ def _measured(
         weight_bounded=zero if importance is None else total(importance.bounded),
         gap_lag0=total(jnp.abs(tokens.target - tokens.behaviour), lag0),
         tokens_lag0=jnp.sum(lag0, dtype=jnp.float32),
-        lag=total(tokens.token_lag),
-        by_lag=sums_by_lag(ratio, tokens.token_lag, mask),
+        lag=total(tokens.token_lag, own),
+        by_lag=sums_by_lag(ratio, tokens.token_lag, own),
     )
     return sums, jnp.max(jnp.where(mask, ratio, 0.0))

@@ -36,6 +36,7 @@ class PackedUpdate(NamedTuple):
     rewards: Array  # float32 [M, R, L]; at the last trained token of a trajectory; for a critic
     num_microbatches: Array  # int32 scalar; microbatches in use, the rest is padding
     routed_experts: Array | None = None  # int32 [M, R, L, N, A] for N layers with experts; −1: routed live
+    explored: Array | None = None  # bool [M, R, L]; sampled by another policy; None where none is asked for
     noise_keys: Array | None = None  # random keys [M] of the routers' noise; made inside of the step
 
     @property
@@ -156,17 +157,17 @@ def element(
     _check(trajectory, lag, mask, config, f"ticket {ticket.ticket_id}")
     num = max(len(trajectory.tokens) - 1, 0)
     loss_mask = np.asarray(mask[1:], bool)
-    routed = {}
+    optional = {"explored": np.full(num, trajectory.exploration is not None)} if config.actor.exploration.share else {}
     if config.experts.replay:
-        routed["routed_experts"] = _routing_rows(trajectory, num, config, f"ticket {ticket.ticket_id}")
-    return routed | {
+        optional["routed_experts"] = _routing_rows(trajectory, num, config, f"ticket {ticket.ticket_id}")
+    return optional | {
         "tokens": trajectory.tokens[:-1].astype(np.int32),
         "targets": trajectory.tokens[1:].astype(np.int32),
         "positions": np.arange(num, dtype=np.int32),
         "loss_mask": loss_mask,
         "behaviour_logprobs": trajectory.behaviour_logprobs[1:].astype(np.float32),
         "advantages": np.broadcast_to(np.asarray(advantage, np.float32), (len(trajectory.tokens),))[1:],
-        "temperature": np.full(num, ticket.temperature, np.float32),
+        "temperature": np.full(num, trajectory.temperature or ticket.temperature, np.float32),
         "token_lag": np.asarray(lag[1:], np.int32),
         "rewards": _at_the_end(float(reward), loss_mask),
     }
@@ -180,6 +181,8 @@ def arrange(layout: Layout, elements: Mapping[tuple[int, int], dict[str, np.ndar
         name: np.full((num_microbatches * per_microbatch, length), fill, dtype)
         for name, (dtype, fill) in _FEATURES.items()
     }
+    if config.actor.exploration.share:
+        flat["explored"] = np.zeros((num_microbatches * per_microbatch, length), bool)
     if config.experts.replay:
         shape = (num_microbatches * per_microbatch, length, config.model.num_moe_layers, config.model.experts_per_token)
         flat["routed_experts"] = np.full(shape, -1, np.int32)

@@ -35,6 +35,7 @@ class Progress:
 
     tokens_trained: int = 0  # tokens that entered a gradient
     over_bound_tokens: int = 0  # of those, older than the lag bound: the proof that the bound holds is that this is 0
+    tokens_explored: int = 0  # of the tokens trained, those of another policy; they are in no count of lags
     groups_trained: int = 0  # uses
     zero_variance_groups: int = 0  # uses whose rewards were all equal: advantage exactly 0
     mixed_version_trajectories: int = 0  # trajectories whose tokens came from more than one version
@@ -58,6 +59,11 @@ class Progress:
             if value > bound:
                 self.over_bound_tokens += count
         self.tokens_trained += int(lags_T.size)
+
+    def count_explored(self, num_tokens: int) -> None:
+        """Adds tokens of another policy that enter a gradient."""
+        self.tokens_trained += num_tokens
+        self.tokens_explored += num_tokens
 
     @property
     def effective_token_share(self) -> float:

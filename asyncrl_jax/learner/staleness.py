@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncrl_jax.types import Line, Ticket, Trajectory, WeightVersion, update_distance
+from asyncrl_jax.types import Exploration, Line, Ticket, Trajectory, WeightVersion, update_distance
 
 
 class Staleness:
@@ -41,7 +41,9 @@ class Staleness:
         return np.asarray(lags, np.int32)[inverse]
 
     def trainable_mask(self, trajectory: Trajectory, lags_T: np.ndarray, bound: int) -> np.ndarray:
-        """uint8 [T]: the one effective mask: sampled, and within the bound."""
+        """uint8 [T]: the one effective mask: sampled, and within the bound unless an older policy was to explore."""
+        if trajectory.exploration == Exploration.OLDER:
+            return trajectory.loss_mask
         return (trajectory.loss_mask.astype(bool) & (lags_T <= bound)).astype(np.uint8)
 
     def is_unusable(self, numbers: tuple[int, ...], line: int, update: int, bound: int) -> bool:

@@ -162,6 +162,7 @@ class _Step:
             loss_mask=batch.loss_mask,
             segment_ids=batch.segment_ids,
             token_lag=batch.token_lag,
+            explored=batch.explored,
             reference=self._logprobs_or_none(frozen.reference, batch),
             proximal=self._logprobs_or_none(frozen.proximal, batch),
             divergence=self._divergence(params, x_BTD, scores.logprobs, frozen.teachers, batch),
@@ -319,7 +320,8 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
         if config.model.router.noise:
             of_update = jax.random.fold_in(jax.random.key(config.seed), state.update + state.skipped)
             packed = packed._replace(noise_keys=jax.random.split(of_update, packed.tokens.shape[0]))
-        mean_lag = jnp.sum(jnp.where(packed.loss_mask, packed.token_lag, 0)) / jnp.maximum(counts.num_tokens, 1.0)
+        own = packed.loss_mask if packed.explored is None else packed.loss_mask & ~packed.explored
+        mean_lag = jnp.sum(jnp.where(own, packed.token_lag, 0)) / jnp.maximum(jnp.sum(own), 1.0)
         lr_factor, kl_factor = lag_response(mean_lag, lr_slowdown=learner.lr_lag_slowdown, kl_gain=learner.kl.lag_gain)
         coefficient = state.moving.get("kl_coefficient", jnp.asarray(learner.kl.coefficient, jnp.float32))
         frozen = _Frozen(
@@ -368,6 +370,7 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
     packed_shardings = PackedUpdate(*[rows] * len(PackedUpdate._fields))._replace(
         num_microbatches=replicated(mesh),
         routed_experts=rows if config.experts.replay else None,
+        explored=rows if config.actor.exploration.share else None,
         noise_keys=None,
     )
     return CompiledStep(

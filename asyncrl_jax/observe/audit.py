@@ -173,6 +173,8 @@ def lag_histogram(evidence: Evidence) -> dict[int, int]:
     histogram: collections.Counter[int] = collections.Counter()
     for row in evidence.groups:
         for trajectory in row.group.trajectories:
+            if trajectory.exploration is not None:  # another policy's on purpose; the learner counts it apart
+                continue
             numbers, counts = np.unique(
                 trajectory.policy_versions[trajectory.loss_mask.astype(bool)], return_counts=True
             )

@@ -20,7 +20,8 @@ import numpy as np
 
 from asyncrl_jax.config import Config
 from asyncrl_jax.transport import schema
-from asyncrl_jax.transport.scored_steps import STEP_COLUMNS, BadSteps, split_steps, step_columns
+from asyncrl_jax.transport.explored import EXPLORED_COLUMNS, explored_columns, split_explored
+from asyncrl_jax.transport.scored_steps import STEP_COLUMNS, BadColumn, split_steps, step_columns
 from asyncrl_jax.types import REWARD_PARTS, FinishReason, Group, Task, Ticket, Trajectory
 
 _MARKER = b"\xc3\x01"
@@ -53,6 +54,7 @@ _COLUMNS = (  # in the order of the schema
     "reward_parts",
     *[name for name in _TRAJECTORY_COLUMNS if name != "rewards"],
 )
+_ADDED_COLUMNS = STEP_COLUMNS | EXPLORED_COLUMNS  # behind the envelope, in the order of the schema
 _ENVELOPE = struct.Struct("<?d")  # partial, enqueued_at
 _RANGES = {
     "rewards": (-_LARGEST_REWARD, _LARGEST_REWARD, "reward_out_of_range"),
@@ -151,7 +153,7 @@ def encode_group(group: Group, limits: Limits) -> bytes:
     for name in _COLUMNS:
         parts += (_varint(columns[name].nbytes), columns[name].data)
     parts.append(_ENVELOPE.pack(group.partial, group.enqueued_at))
-    for name in STEP_COLUMNS:  # often all empty
+    for name in _ADDED_COLUMNS:  # often all empty
         parts += (_varint(columns[name].nbytes), columns[name].data)
     data = b"".join(parts)
     if len(data) > limits.max_message_bytes:
@@ -257,7 +259,7 @@ def _columns(group: Group) -> dict[str, np.ndarray]:
         columns["finish_reasons"] = np.array([_POSITIONS[member.finish_reason] for member in members], "u1")
         for name in ("num_turns", "sampling_started_at", "sampling_ended_at"):
             columns[name] = np.array([getattr(member, name) for member in members], _TRAJECTORY_COLUMNS[name])
-        columns |= step_columns(members)
+        columns |= step_columns(members) | explored_columns(members)
         kinds = {
             (type(member.reward), type(member.success), type(member.num_turns), type(member.finish_reason))
             for member in members
@@ -289,8 +291,8 @@ def group_from(record: dict[str, Any], limits: Limits) -> Group:
     parts = _column(record, "reward_parts", "<f4", num_members * len(REWARD_PARTS), ticket)
     columns["reward_parts"] = parts.reshape(num_members, len(REWARD_PARTS))
     _check_tokens(columns, limits, ticket)
-    columns |= {name: _column(record, name, dtype, None, ticket) for name, dtype in STEP_COLUMNS.items()}
-    steps = _steps({"lengths": lengths_G, **columns}, ticket)
+    columns |= {name: _column(record, name, dtype, None, ticket) for name, dtype in _ADDED_COLUMNS.items()}
+    added_G = _added({"lengths": lengths_G, **columns}, ticket)
     scalars = {name: columns[name].tolist() for name in _TRAJECTORY_COLUMNS}
     _check_scalars(scalars, ticket)
     bounds = [0, *ends_G.tolist()]
@@ -308,11 +310,10 @@ def group_from(record: dict[str, Any], limits: Limits) -> Group:
             num_turns,
             started_at,
             ended_at,
-            step_scores=scores_K,
-            step_ends=ends_K,
+            **added,
         )
-        for start, end, parts_P, (scores_K, ends_K), (reward, success, reason, num_turns, started_at, ended_at) in zip(
-            bounds, bounds[1:], columns["reward_parts"], steps, zip(*scalars.values(), strict=True), strict=False
+        for start, end, parts_P, added, (reward, success, reason, num_turns, started_at, ended_at) in zip(
+            bounds, bounds[1:], columns["reward_parts"], added_G, zip(*scalars.values(), strict=True), strict=False
         )
     )
     group = Group(ticket, trajectories, record["actor_id"], record["partial"], record["enqueued_at"])
@@ -350,7 +351,7 @@ def _checked_columns(group: Group, limits: Limits) -> dict[str, np.ndarray]:
     columns = _columns(group)
     _check_lengths(columns["lengths"], limits, ticket)
     _check_tokens(columns, limits, ticket)
-    _steps(columns, ticket)
+    _added(columns, ticket)
     _check_scalars({name: columns[name].tolist() for name in _TRAJECTORY_COLUMNS}, ticket)
     _check_envelope(group)
     return columns
@@ -463,11 +464,13 @@ def _check_tokens(columns: dict[str, np.ndarray], limits: Limits, ticket: Ticket
         refuse(~((parts_GP >= 0) & (parts_GP <= 1)).all(axis=1), "bad_reward_parts", "reward_parts")
 
 
-def _steps(columns: dict[str, np.ndarray], ticket: Ticket) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
+def _added(columns: dict[str, np.ndarray], ticket: Ticket) -> list[dict[str, Any]]:
+    """The fields of each trajectory that came to the wire later, checked."""
     try:
-        return split_steps(columns)
-    except BadSteps as error:
+        steps, explored = split_steps(columns), split_explored(columns)
+    except BadColumn as error:
         raise InvalidGroup(error.reason, str(error), ticket.ticket_id) from error
+    return [of_steps | others for of_steps, others in zip(steps, explored, strict=True)]
 
 
 def _check_scalars(scalars: dict[str, list[Any]], ticket: Ticket) -> None:

@@ -66,14 +66,15 @@ _GROUP: dict[str, Any] = {
         {"name": "num_steps", "type": "bytes", "default": ""},  # int32 [G]
         {"name": "step_scores", "type": "bytes", "default": ""},  # float32 [sum of num_steps]
         {"name": "step_ends", "type": "bytes", "default": ""},  # int32 [the same]
+        # Of exploration; both empty where every member was sampled as the ticket says.
+        {"name": "temperatures", "type": "bytes", "default": ""},  # float32 [G]; 0 where it is the ticket's
+        {"name": "explored", "type": "bytes", "default": ""},  # uint8 [G]; 0, or 1 + position in types.Exploration
     ],
 }
 
-# As it was before steps were scored.
-_GROUP_WITHOUT_STEPS = {
-    **_GROUP,
-    "fields": [field for field in _GROUP["fields"] if field["name"] not in ("num_steps", "step_scores", "step_ends")],
-}
+# As it was before steps were scored and members could differ from their ticket.
+_ADDED = ("num_steps", "step_scores", "step_ends", "temperatures", "explored")
+_FIRST_GROUP = {**_GROUP, "fields": [field for field in _GROUP["fields"] if field["name"] not in _ADDED]}
 
 _ARCHIVED = {
     "type": "record",
@@ -138,7 +139,7 @@ _LEDGER_EVENT = {
 
 TICKET = fastavro.parse_schema(_TICKET)
 GROUP = fastavro.parse_schema(_GROUP)
-GROUP_WITHOUT_STEPS = fastavro.parse_schema(_GROUP_WITHOUT_STEPS)
+FIRST_GROUP = fastavro.parse_schema(_FIRST_GROUP)
 ARCHIVED = fastavro.parse_schema(_ARCHIVED)
 LEDGER_EVENT = fastavro.parse_schema(_LEDGER_EVENT)
 TRAINED_BATCH = fastavro.parse_schema(_TRAINED_BATCH)
@@ -162,5 +163,5 @@ def fingerprint_of(schema: Any) -> bytes:
 # Writers' schemas that a reader of each message understands, by fingerprint.
 READABLE: dict[str, dict[bytes, Any]] = {
     "ticket": {fingerprint_of(TICKET): TICKET},
-    "group": {fingerprint_of(schema): schema for schema in (GROUP, GROUP_WITHOUT_STEPS)},
+    "group": {fingerprint_of(schema): schema for schema in (GROUP, FIRST_GROUP)},
 }

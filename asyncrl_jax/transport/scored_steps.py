@@ -15,8 +15,8 @@ from asyncrl_jax.types import Trajectory
 STEP_COLUMNS = {"num_steps": "<i4", "step_scores": "<f4", "step_ends": "<i4"}
 
 
-class BadSteps(ValueError):
-    """Scores or ends of steps that can't be; `reason` is a short stable name."""
+class BadColumn(ValueError):
+    """Values that can't be; `reason` is a short stable name."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -44,35 +44,35 @@ def step_columns(members: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     return columns
 
 
-def split_steps(columns: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
-    """(scores [K], ends [K]) of each trajectory, (None, None) for one without.
+def split_steps(columns: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """The fields step_scores [K] and step_ends [K] of each trajectory, nothing for one without.
 
     Args:
       columns: of `STEP_COLUMNS`, lengths [G] and loss_mask [S].
 
     Raises:
-      BadSteps: reasons "length_mismatch", "bad_step_scores" and "bad_step_ends".
+      BadColumn: reasons "length_mismatch", "bad_step_scores" and "bad_step_ends".
     """
     lengths_G, counts_G = columns["lengths"], columns["num_steps"]
     scores_K, ends_K = columns["step_scores"], columns["step_ends"]
     if not (len(counts_G) or len(scores_K) or len(ends_K)):
-        return [(None, None)] * len(lengths_G)
+        return [{}] * len(lengths_G)
     fits = len(counts_G) == len(lengths_G) and counts_G.min() >= 0
     if not (fits and counts_G.sum(dtype=np.int64) == len(scores_K) == len(ends_K)):
         detail = f"{len(scores_K)} scores and {len(ends_K)} ends, for {counts_G[:9].tolist()} steps"
-        raise BadSteps("length_mismatch", detail)
+        raise BadColumn("length_mismatch", detail)
     good_K = (scores_K >= 0) & (scores_K <= 1)  # NaN is not
     if not good_K.all():
-        raise BadSteps("bad_step_scores", f"{scores_K[~good_K][0]} is outside [0, 1]")
+        raise BadColumn("bad_step_scores", f"{scores_K[~good_K][0]} is outside [0, 1]")
     bounds, starts = np.cumsum([0, *counts_G], dtype=np.int64), np.cumsum([0, *lengths_G], dtype=np.int64)
-    steps: list[tuple[np.ndarray | None, np.ndarray | None]] = []
+    steps: list[dict[str, np.ndarray]] = []
     for g, (first, last) in enumerate(itertools.pairwise(bounds)):
         own_ends = ends_K[first:last]
         if len(own_ends) == 0:
-            steps.append((None, None))
+            steps.append({})
             continue
         rising = own_ends[0] > 0 and (np.diff(own_ends) > 0).all() and own_ends[-1] <= lengths_G[g]
         if not (rising and columns["loss_mask"][starts[g] + own_ends - 1].all()):
-            raise BadSteps("bad_step_ends", f"trajectory {g}: {own_ends[:9].tolist()} are no ends of sampled steps")
-        steps.append((scores_K[first:last], own_ends))
+            raise BadColumn("bad_step_ends", f"trajectory {g}: {own_ends[:9].tolist()} are no ends of sampled steps")
+        steps.append({"step_scores": scores_K[first:last], "step_ends": own_ends})
     return steps

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from asyncrl_jax.observe.audit import audit
+from asyncrl_jax.observe.metrics import read_rows
 
 from .whole_run import run_local
 
@@ -70,3 +71,21 @@ def test_ux_06_a_stopped_run_is_resumed_to_its_end_in_sync_mode(tmp_path):
     assert report.sound, report.problems
     assert (report.line, report.update) == (0, 12)
     assert set(report.lag_histogram) == {0}
+
+
+def test_a_run_explores_with_an_older_policy_and_with_temperatures_and_counts_them_apart(tmp_path):
+    flags = [
+        *SMALL,
+        "--config.learner.num_updates=16",
+        "--config.actor.exploration.share=0.05",
+        "--config.actor.exploration.temperature_jitter=0.3",
+        "--config.learner.objective.correction=interpolated",
+        "--config.learner.objective.weight_bound=truncate",
+    ]
+    run = run_local(tmp_path / "run", flags)
+    assert run.code == 0, run.output[-3000:]
+    assert run.audited.sound, run.audited.problems
+    assert run.summary["lag"]["over_bound_tokens"] == 0
+    last = read_rows(tmp_path / "run" / "metrics" / "learner.jsonl")[-1]
+    assert 0 < last["num_tokens_explored_total"] < 0.2 * last["num_tokens_trained_total"]
+    assert abs(last["logprob_gap_lag0"]) < 1e-4, "a row is scored at another temperature than it was sampled at"

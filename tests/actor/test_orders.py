@@ -143,6 +143,7 @@ class Scene:
         self.writer, self.tally = Writer(), Tally("a")
         self.sampler = Sampler(
             WatchedEngine(None),
+            None,
             Refreshed(),
             self.tasks,
             self.writer,

@@ -9,7 +9,7 @@ from asyncrl_jax.config_data import PoolConfig
 from asyncrl_jax.learner.intake import Intake, traits_of
 from asyncrl_jax.learner.pool import Pool
 from asyncrl_jax.transport.codec import Limits
-from asyncrl_jax.types import Group, Outcome, Trajectory
+from asyncrl_jax.types import Exploration, Group, Outcome, Trajectory
 from tests.builders import make_ticket, make_trajectory
 
 
@@ -102,3 +102,18 @@ def test_traits_are_of_the_whole_group():
     assert (traits.reward, traits.success, traits.length, traits.sampled_tokens) == (0.25, 0.25, 6.0, 16)
     assert not traits.zero_variance
     assert traits_of(group(0, [0.7] * 7), 1e-6).signal == 0
+
+
+def test_what_another_policy_sampled_is_trained_on_and_says_nothing_of_this_one():
+    plain = group(0, [1.0, 0.0, 0.0])
+    first, second, third = plain.trajectories
+    old = dataclasses.replace(third, exploration=Exploration.OLDER, policy_versions=third.policy_versions * 0 - 1)
+    old.policy_versions[third.loss_mask.astype(bool)] = 9
+    intake, pool, _ = intake_of([dataclasses.replace(plain, trajectories=(first, second, old))], refill=0)
+    seen = []
+    intake._known_version = lambda version: seen.append(version) or True
+    intake.pool_new(0)
+    (pooled,) = pool.all()
+    assert pooled.versions == (0,), "the bound on lag holds for its own policy"
+    assert sorted(seen) == [0, 9], "an unknown version would be let in"
+    assert intake.next_update().means() == {"reward_all": 0.5, "success_all": 0.5, "trajectories_all": 2.0}

@@ -1,6 +1,7 @@
 """The whole loss as a function of log-probs: the same value and gradient however a step is cut."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,31 @@ def test_loss_01_the_aggregation_that_the_config_names_is_the_one_in_the_loss(ag
     counts = Counts(jnp.sum(mask, dtype=jnp.float32), count_sequences(mask, segments), 8.0)
     found, (sums, _) = step_loss(LearnerConfig(objective=settings), tokens, counts, 0.0)
     np.testing.assert_allclose([found, sums.policy_loss], loss, rtol=1e-6)
+
+
+def test_a_token_of_another_policy_is_weighed_to_the_policy_trained_and_has_no_lag():
+    """Behaviour log(1/16), target −0.1: e^2.67, of which the cap of 2 is left. Beside it a token of lag 2."""
+    objective = ObjectiveConfig(correction="interpolated", weight_bound="truncate", weight_cap=2.0)
+    target, behaviour = jnp.array([[-0.1, -0.5]]), jnp.array([[-math.log(16), -0.5]])
+    ones = jnp.ones((1, 2))
+    tokens = Tokens(
+        target=target,
+        entropy=ones,
+        behaviour=behaviour,
+        advantages=ones,
+        loss_mask=ones > 0,
+        segment_ids=jnp.array([[1, 2]]),
+        token_lag=jnp.array([[0, 2]]),
+        explored=jnp.array([[True, False]]),
+    )
+    loss, (sums, _) = step_loss(LearnerConfig(objective=objective), tokens, Counts(2.0, 2.0, 8.0), 0.0)
+    np.testing.assert_allclose(loss, -(2.0 + 1.0) / 2, rtol=1e-6)
+    assert (float(sums.tokens_lag0), float(sums.gap_lag0), float(sums.lag)) == (0.0, 0.0, 2.0)
+    assert sums.by_lag[:, 0].tolist() == [0.0] * 4
+    unmarked, _ = step_loss(
+        LearnerConfig(objective=objective), tokens._replace(explored=None), Counts(2.0, 2.0, 8.0), 0.0
+    )
+    assert abs(unmarked - loss) > 0.1, "at lag 0 the sampler's policy would be taken for the one trained"
 
 
 def one_token(**settings):

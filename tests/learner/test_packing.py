@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from update_setup import group, ramp_advantages, random_groups, tiny_config, trajectory, zero_lags
 
+from asyncrl_jax.config import override
 from asyncrl_jax.learner.packing import groups_for_update, max_rows, pack_update
+from asyncrl_jax.types import Exploration
 
 
 def pack(groups, config=None, advantages=None, lags=None, masks=None):
@@ -168,3 +170,32 @@ def test_inputs_that_do_not_match_are_refused(change, message):
 def test_more_trajectories_than_the_config_allows_are_refused():
     with pytest.raises(ValueError, match="20 trajectories in one update: the config allows 16"):
         pack(random_groups(num=5))
+
+
+def test_a_row_has_the_temperature_that_it_was_sampled_at():
+    (first, *_) = groups = random_groups(temperatures=(1.0, 0.5))
+    hot = dataclasses.replace(first.trajectories[0], temperature=1.75)
+    groups[0] = dataclasses.replace(first, trajectories=(hot, *first.trajectories[1:]))
+    found = {tokens.tobytes(): set(fields["temperature"].tolist()) for tokens, fields in segments(pack(groups))}
+    assert found[hot.tokens.tobytes()] == {1.75}
+    assert found[first.trajectories[1].tokens.tobytes()] == {first.ticket.temperature}
+
+
+def test_a_sample_of_another_policy_is_marked_where_any_may_come():
+    (first, *_) = groups = random_groups()
+    other = dataclasses.replace(first.trajectories[0], exploration=Exploration.UNIFORM)
+    groups[0] = dataclasses.replace(first, trajectories=(other, *first.trajectories[1:]))
+    config = tiny_config()
+    assert pack(groups, config).explored is None
+    exploring = override(
+        config,
+        {
+            "actor.exploration.share": 0.05,
+            "learner.objective.correction": "interpolated",
+            "learner.objective.weight_bound": "truncate",
+        },
+    )
+    packed = pack(groups, exploring)
+    assert packed.explored.sum() == len(other.tokens) - 1
+    at = packed.explored.reshape(-1, packed.tokens.shape[2])
+    assert packed.tokens.reshape(at.shape)[at].tolist() == other.tokens[:-1].tolist()

@@ -6,7 +6,7 @@ import numpy as np
 
 from asyncrl_jax.learner.progress import Progress, lag_statistics
 from asyncrl_jax.learner.staleness import Staleness
-from asyncrl_jax.types import Line, Task, Ticket, Trajectory, WeightVersion
+from asyncrl_jax.types import Exploration, Line, Task, Ticket, Trajectory, WeightVersion
 from tests.builders import make_trajectory
 
 VERSIONS = {n: WeightVersion(n, n - 1 if n else None, 0, n, "") for n in range(8)}
@@ -79,3 +79,18 @@ def test_work_of_an_abandoned_line_counts_its_true_distance():
     versions = VERSIONS | {8: WeightVersion(8, 4, 1, 4, "")}
     staleness = Staleness(versions, lines, most=4)
     assert staleness.token_lags(trajectory([7, 3, 8]), line=1, update=5).tolist() == [3 + 1, 2, 1]
+
+
+def test_a_token_of_an_older_policy_that_explores_is_trained_on_beyond_the_bound_and_counted_apart():
+    staleness = Staleness(VERSIONS, {0: Line(0)}, most=4)
+    explored = dataclasses.replace(trajectory([-1, 0, 0]), exploration=Exploration.OLDER)
+    lags = staleness.token_lags(explored, line=0, update=6)
+    assert staleness.trainable_mask(explored, lags, 4).tolist() == [0, 1, 1]
+    uniform = dataclasses.replace(explored, exploration=Exploration.UNIFORM)
+    assert staleness.trainable_mask(uniform, lags, 4).tolist() == [0, 0, 0]
+    progress = Progress()
+    progress.count_lags(np.array([1]), bound=4)
+    progress.count_explored(2)
+    assert (progress.tokens_trained, progress.tokens_explored, progress.over_bound_tokens) == (3, 2, 0)
+    assert progress.lag_histogram == {1: 1}
+    assert Progress.from_json(progress.to_json()) == progress

@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl_jax.seeds import derive_seed
+from asyncrl_jax.types import Task
+
+_PROMPT = "{prompt}"
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -35,6 +40,35 @@ def read_opening(path: str) -> tuple[Message, ...]:
         return tuple(Message(entry["role"], entry["content"]) for entry in json.loads(Path(path).read_text("utf-8")))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"--config.environment.opening={path}: no list of messages there ({error!r})") from error
+
+
+def read_variants(path: str) -> tuple[str, ...]:
+    """Texts of which one takes the place of a task's question: a JSON list of strings with `{prompt}` in each.
+
+    Raises:
+      ValueError: if the file is not that.
+    """
+    name = f"--config.environment.prompt_variants={path}"
+    try:
+        variants = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: no list of texts there ({error!r})") from error
+    if not (isinstance(variants, list) and variants and all(isinstance(v, str) and _PROMPT in v for v in variants)):
+        raise ValueError(f"{name}: a list of texts is needed, each with {_PROMPT} where the question goes")
+    return tuple(variants)
+
+
+def varied(variants: Sequence[str], task: Task, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with the user's last one put in another way: one of the variants, or as it was, by the task.
+
+    All members of a group see the same, so that their rewards compare like with like. Held-out tasks stay as they are.
+    """
+    last = max((at for at, message in enumerate(messages) if message.role == "user"), default=None)
+    drawn = derive_seed(task.environment, task.level, task.index, "prompt") % (len(variants) + 1)
+    if task.split != "train" or last is None or drawn == 0:
+        return tuple(messages)
+    content = variants[drawn - 1].replace(_PROMPT, messages[last].content)
+    return (*messages[:last], dataclasses.replace(messages[last], content=content), *messages[last + 1 :])
 
 
 def opened(opening: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -59,7 +59,24 @@ class Session(Protocol):
         ...
 
 
-class Engine(Protocol):
+class SessionSource(Protocol):
+    """What an episode needs of an engine."""
+
+    async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> Session:
+        """A session; waits for a free slot, first come first served.
+
+        Args:
+          seed: of sampling.
+          temperature: of sampling, more than 0.
+          routed_experts: whether completions say which experts served each token.
+
+        Raises:
+          ValueError: for a temperature that is not more than 0, or if the engine cannot say which experts served.
+        """
+        ...
+
+
+class Engine(SessionSource, Protocol):
     """Samples many sessions together.
 
     Invariants:
@@ -86,19 +103,6 @@ class Engine(Protocol):
     @property
     def num_busy_slots(self) -> int:
         """Slots that sessions hold."""
-        ...
-
-    async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> Session:
-        """A session; waits for a free slot, first come first served.
-
-        Args:
-          seed: of sampling.
-          temperature: of sampling, more than 0.
-          routed_experts: whether completions say which experts served each token.
-
-        Raises:
-          ValueError: for a temperature that is not more than 0, or if the engine cannot say which experts served.
-        """
         ...
 
     async def load(self, directory: str, version: WeightVersion) -> None:

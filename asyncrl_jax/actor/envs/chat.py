@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 from asyncrl_jax.actor.chat.formats import ChatFormat, plain_text
-from asyncrl_jax.actor.chat.messages import Message, opened
+from asyncrl_jax.actor.chat.messages import Message, opened, varied
 from asyncrl_jax.actor.chat.tool_calls import MalformedCall, parse_tool_calls
 from asyncrl_jax.actor.envs.base import Observation, Score
 from asyncrl_jax.actor.envs.text import TextEnvironment, TextEnvironmentFactory
@@ -97,7 +97,8 @@ class ChatEpisode:
         messages = tuple(await self._inner.reset(task))
         self._source.pool.check_reset(task, messages)
         self._healthy = True
-        return self._source.format.prompt(opened(self._source.opening, messages), self._source.schemas)
+        shown = opened(self._source.opening, varied(self._source.variants, task, messages))
+        return self._source.format.prompt(shown, self._source.schemas)
 
     async def step(self, tokens: Sequence[int]) -> Observation:
         ended = bool(tokens) and tokens[-1] in self.stop_tokens
@@ -173,6 +174,7 @@ class ChatEnvironments:
         *,
         turn_tokens: int = 0,
         opening: Sequence[Message] = (),
+        variants: Sequence[str] = (),
         outcomes: collections.Counter[str] | None = None,
         reuse_instances: bool = True,
     ) -> None:
@@ -180,6 +182,7 @@ class ChatEnvironments:
         tools: offered beside the environment's own.
         turn_tokens: most of one turn, 0 for no limit.
         opening: what every conversation starts with, behind its system message.
+        variants: other ways to put a training task's question; see `varied`.
         outcomes: counts calls by "tool/outcome".
         """
         self.name = factory.name
@@ -190,9 +193,11 @@ class ChatEnvironments:
         self.limits_own_score = factory.limits_own_score
         self.tools = {**tools, **factory.tools}
         self.schemas = [schema_of(self.tools[name]) for name in sorted(self.tools)]
-        shown = xxhash.xxh3_64_hexdigest(repr(opening).encode()) if opening else ""
+        told = (opening, variants) if variants else opening
+        shown = xxhash.xxh3_64_hexdigest(repr(told).encode()) if told else ""
         self.identity = f"{factory.identity}/{format.tokenizer.identity}/{','.join(sorted(self.tools))}/{shown}"
         self.opening = tuple(opening)
+        self.variants = tuple(variants)
         self.outcomes = collections.Counter() if outcomes is None else outcomes
         self.format = format
         self.config = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl_jax.actor.chat.formats import chat_format
-from asyncrl_jax.actor.chat.messages import read_opening
+from asyncrl_jax.actor.chat.messages import read_opening, read_variants
 from asyncrl_jax.actor.envs.agent import AgentEnvironments, AgentProgram, agent_program
 from asyncrl_jax.actor.envs.arithmetic import Arithmetic
 from asyncrl_jax.actor.envs.base import EnvironmentMaker
@@ -61,6 +61,7 @@ def _make(config: Config, services: Services) -> EnvironmentMaker:
         raise ValueError(f"--config.tools.sandbox={config.tools.sandbox}: {error}") from error
     chat = chat_format(config.environment.tokenizer)
     opening = read_opening(config.environment.opening) if config.environment.opening else ()
+    variants = read_variants(config.environment.prompt_variants) if config.environment.prompt_variants else ()
     return ChatEnvironments(
         factory,
         chat,
@@ -68,6 +69,7 @@ def _make(config: Config, services: Services) -> EnvironmentMaker:
         config.tools,
         turn_tokens=config.environment.turn_tokens,
         opening=opening,
+        variants=variants,
         outcomes=services.tool_outcomes,
     )
 

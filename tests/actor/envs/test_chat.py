@@ -1,6 +1,7 @@
 """Conversations with tools, played through `run_episode` as actors play them."""
 
 import asyncio
+import collections
 import dataclasses
 import sys
 from pathlib import Path
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl_jax.actor.chat.formats import ByteFormat
-from asyncrl_jax.actor.chat.messages import Message
+from asyncrl_jax.actor.chat.messages import Message, read_variants
 from asyncrl_jax.actor.chat.tokenizer import ByteTokenizer
-from asyncrl_jax.actor.envs.chat import ChatEnvironments
+from asyncrl_jax.actor.envs.chat import ChatEnvironments, ChatEpisode
 from asyncrl_jax.actor.envs.text import TextObservation, TextScore
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.actor.tools.base import ToolBroken
@@ -112,6 +113,35 @@ def test_an_episode_of_text_is_one_of_tokens():
     assert trajectory.success
     assert trajectory.finish_reason == FinishReason.ANSWERED
     assert trajectory.reward_parts.tolist() == [1.0, 0.5, 1.0, 0.0]
+
+
+def test_a_training_task_is_put_in_one_of_several_ways_and_a_held_out_one_as_it_is(tmp_path):
+    (tmp_path / "ways.json").write_text('["Quick: {prompt}", "{prompt} Think."]')
+    ways = read_variants(str(tmp_path / "ways.json"))
+
+    def asked(split, index):
+        source = ChatEnvironments(Riddles(), ByteFormat(), {}, ToolsConfig(), variants=ways)
+        task = Task("riddles", split, 1, index)
+        heard = [_play(lambda: ChatEpisode(source), "1", "1", task=task)[1][0] for _ in range(2)]
+        assert heard[0] == heard[1], "members of a group see the same"
+        return heard[0].split("\n")[1].removesuffix("<|end|>")
+
+    seen = collections.Counter()
+    for index in range(60):
+        assert asked("heldout", index).startswith(f"Twice {index}?")
+        put = asked("train", index)
+        assert f"Twice {index}?" in put
+        seen[("Quick: " in put) + 2 * ("Think." in put)] += 1
+    assert set(seen) == {0, 1, 2}
+    assert min(seen.values()) > 8
+    assert ChatEnvironments(Riddles(), ByteFormat(), {}, ToolsConfig(), variants=ways).identity != _source().identity
+
+
+@pytest.mark.parametrize("content", ["[", "{}", "[]", '["no place for the question"]', "[1]"])
+def test_ways_to_put_a_question_that_are_none_are_named(tmp_path, content):
+    (tmp_path / "ways.json").write_text(content)
+    with pytest.raises(ValueError, match=r"environment.prompt_variants=.*ways\.json"):
+        read_variants(str(tmp_path / "ways.json"))
 
 
 def test_tok_03_only_what_the_policy_sampled_is_trained_on():
