@@ -343,10 +343,38 @@ class Config:
         self._check_experts()
         self._check_fleet()
 
+    def actor_of(self, host_class: str) -> ActorConfig:
+        """The settings of actors of a class of hosts (`orchestrator.fleet.class_settings`).
+
+        Raises:
+          ValueError: if they are none.
+        """
+        found = [one for one in self.orchestrator.fleet.host_classes if one.name == host_class]
+        given = dict(found[0].actor) if found else {}
+        try:
+            changes = {name: _as_written(getattr(self.actor, name), text) for name, text in given.items()}
+            return dataclasses.replace(self.actor, **changes)
+        except ValueError as error:
+            shown = ",".join(f"{host_class}.{name}={text}" for name, text in given.items())
+            raise ValueError(f"--config.orchestrator.fleet.class_settings={shown}: {error}") from None
+
+    def as_seen_by(self, actor_id: str) -> Config:
+        """The config of one actor: the settings of its class are those of `actor`, and there are none of classes."""
+        fleet = self.orchestrator.fleet
+        own = dataclasses.replace(self.orchestrator, fleet=dataclasses.replace(fleet, class_settings=()))
+        return dataclasses.replace(self, actor=self.actor_of(fleet.class_of(actor_id)), orchestrator=own)
+
     def _check_fleet(self) -> None:
         scale, fleet = self.orchestrator.autoscale, self.orchestrator.fleet
+        for one in fleet.host_classes:
+            if one.actor:
+                self.actor_of(one.name)
+        least, need = fleet.least_members, "at least what orchestrator.fleet.classes ask for, together"
+        require(self.actor.num_hosts >= least, "actor.num_hosts", self.actor.num_hosts, f"{need}: {least}")
         if not scale.enabled:
             return
+        low = "orchestrator.autoscale.min_actors"
+        require(scale.min_actors >= least, low, scale.min_actors, f"{need}: {least}")
         name = "orchestrator.autoscale"
         require(not self.deterministic, f"{name}.enabled", True, "needs --config.deterministic=false")
         require(
@@ -413,6 +441,19 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             leaves[f"{prefix}{field.name}"] = value
     return leaves
+
+
+def _as_written(default: Any, text: str) -> Any:
+    """A value of the type of `default`.
+
+    Raises:
+      ValueError: if the text is none.
+    """
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{text} is not true or false")
+        return text.lower() == "true"
+    return type(default)(text)
 
 
 def override(config: Any, changes: dict[str, Any]) -> Any:

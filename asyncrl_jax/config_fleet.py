@@ -18,8 +18,12 @@ class HostClass:
     """One kind of host. Its actors are called `<name>-0`, `<name>-1`, …"""
 
     name: str
-    most: int  # actors on hosts of this kind
+    least: int  # actors on hosts of this kind
+    most: int
     price: float  # of one for an hour
+    ray_cpus: float  # that Ray reserves for one
+    ray_gpus: float
+    actor: tuple[tuple[str, str], ...] = ()  # settings of `actor` that differ here, as they were written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +92,13 @@ class FleetConfig:
     kind: str = setting("local", "processes of this machine (local), a Ray cluster, or a Kubernetes cluster")
     classes: tuple[str, ...] = setting(
         ("actor",),
-        "kinds of hosts in the order in which they are filled, as name, name:most or name:most:hourly price; "
-        "a resource of this name in Ray, a StatefulSet in Kubernetes",
+        "kinds of hosts in the order in which they are filled, as name, name:most, name:least-most, or any of the last "
+        "two with :hourly price; a resource of this name in Ray, a StatefulSet in Kubernetes",
+    )
+    class_settings: tuple[str, ...] = setting(
+        (),
+        "where actors of a class differ from the others, as cheap.slots=16: engine, slots, episodes, queue_share, "
+        "kv_tokens, block_steps, prefill_tokens and prefix_reuse of actor, ray_cpus and ray_gpus of this group",
     )
     apply_every_s: float = setting(5.0, "seconds between two looks whether the fleet is as it was asked for")
     ray_address: str = setting("auto", "of the cluster: auto, host:port or ray://host:port")
@@ -102,9 +111,21 @@ class FleetConfig:
         require(self.kind in FLEETS, f"{name}.kind", self.kind, f"use one of {', '.join(FLEETS)}")
         require(len(self.classes) > 0, f"{name}.classes", self.classes, "at least one")
         for text in self.classes:
-            require(_parse(text) is not None, f"{name}.classes", text, "as actor, cheap:16 or cheap:16:0.4")
-        names = [one.name for one in self.host_classes]
+            need = "as actor, cheap:16, cheap:2-16 or cheap:16:0.4, and not more at least than at most"
+            require(_parse(text) is not None, f"{name}.classes", text, need)
+        names = [parsed[0] for parsed in map(_parse, self.classes) if parsed is not None]
         require(len(set(names)) == len(names), f"{name}.classes", self.classes, "each name once")
+        for text in self.class_settings:
+            found = _SETTING.fullmatch(text)
+            known = f"a class ({', '.join(names)}), a setting ({', '.join(CLASS_SETTINGS)})"
+            need = f"as cheap.slots=16: {known} and a value"
+            right = found is not None and found[1] in names and found[2] in CLASS_SETTINGS
+            require(right, f"{name}.class_settings", text, need)
+            if found is not None and found[2] in _RAY_SETTINGS:
+                right = re.fullmatch(r"\d+(\.\d+)?", found[3]) is not None
+                require(right, f"{name}.class_settings", text, "a number, at least 0")
+        given = [text.partition("=")[0] for text in self.class_settings]
+        require(len(set(given)) == len(given), f"{name}.class_settings", self.class_settings, "each setting once")
         require(self.apply_every_s > 0, f"{name}.apply_every_s", self.apply_every_s, "more than 0")
         for field in ("ray_cpus", "ray_gpus"):
             require(getattr(self, field) >= 0, f"{name}.{field}", getattr(self, field), "at least 0")
@@ -112,19 +133,47 @@ class FleetConfig:
     @property
     def host_classes(self) -> tuple[HostClass, ...]:
         """In the order in which they are filled."""
-        return tuple(one for one in map(_parse, self.classes) if one is not None)
+        return _host_classes(self.classes, self.class_settings, self.ray_cpus, self.ray_gpus)
+
+    @property
+    def least_members(self) -> int:
+        """Of all classes together."""
+        return sum(one.least for one in self.host_classes)
+
+    def class_of(self, actor_id: str) -> str:
+        """The class of a member; empty for an actor that is none."""
+        name, _, number = actor_id.rpartition("-")
+        return name if number.isdigit() and any(one.name == name for one in self.host_classes) else ""
+
+    def class_at(self, place: int) -> str:
+        """The class of the member at a place in the order."""
+        for one, count in self.blocks():
+            if place < count:
+                return one.name
+            place -= count
+        raise IndexError(f"place {place} beyond the end")
+
+    def blocks(self) -> list[tuple[HostClass, int]]:
+        """Members in order: the least of each class, then what may come on top."""
+        classes = self.host_classes
+        return [(one, one.least) for one in classes] + [(one, one.most - one.least) for one in classes]
 
     def members(self, size: int) -> dict[str, int]:
         """How many of the first `size` members each class has, by name."""
-        counts = {}
-        for one in self.host_classes:
-            counts[one.name] = min(size, one.most)
-            size -= counts[one.name]
+        counts = dict.fromkeys((one.name for one in self.host_classes), 0)
+        for one, count in self.blocks():
+            counts[one.name] += min(size, count)
+            size -= min(size, count)
         return counts
 
     def names(self, size: int) -> list[str]:
         """Actor ids of the first `size` members, in order."""
-        return [f"{name}-{number}" for name, count in self.members(size).items() for number in range(count)]
+        names, counts = list[str](), dict.fromkeys((one.name for one in self.host_classes), 0)
+        for one, count in self.blocks():
+            begin = counts[one.name]
+            counts[one.name] += min(size - len(names), count)
+            names += [f"{one.name}-{number}" for number in range(begin, counts[one.name])]
+        return names
 
     def hourly_cost(self, size: int) -> float:
         """Of the first `size` members."""
@@ -134,10 +183,10 @@ class FleetConfig:
     def affordable(self, budget: float) -> int:
         """Most members that so much pays for in an hour."""
         count = 0
-        for one in self.host_classes:
-            fit = one.most if one.price == 0 else max(min(one.most, math.floor(budget / one.price + 1e-9)), 0)
+        for one, room in self.blocks():
+            fit = room if one.price == 0 else max(min(room, math.floor(budget / one.price + 1e-9)), 0)
             count, budget = count + fit, budget - fit * one.price
-            if fit < one.most:
+            if fit < room:
                 break
         return count
 
@@ -145,10 +194,45 @@ class FleetConfig:
 NO_END = 10**9  # of a class without a number
 
 
+_ACTOR_SETTINGS = (
+    "engine",
+    "slots",
+    "episodes",
+    "queue_share",
+    "kv_tokens",
+    "block_steps",
+    "prefill_tokens",
+    "prefix_reuse",
+)
+_RAY_SETTINGS = ("ray_cpus", "ray_gpus")
+CLASS_SETTINGS = _ACTOR_SETTINGS + _RAY_SETTINGS
+_SETTING = re.compile(r"([a-z][a-z0-9-]*)\.([a-z_]+)=(.+)")
+
+
 @functools.cache
-def _parse(text: str) -> HostClass | None:
-    found = re.fullmatch(r"([a-z][a-z0-9-]{0,50})(?::(\d+))?(?::(\d+(?:\.\d+)?))?", text)
+def _parse(text: str) -> tuple[str, int, int, float] | None:
+    """(name, least, most, price); None if it is no class."""
+    found = re.fullmatch(r"([a-z][a-z0-9-]{0,50})(?::(?:(\d+)-)?(\d+))?(?::(\d+(?:\.\d+)?))?", text)
     if found is None:
         return None
-    name, most, price = found.groups()
-    return HostClass(name, int(most) if most else NO_END, float(price or 0.0))
+    name, least, most, price = found.groups()
+    parsed = name, int(least or 0), int(most) if most else NO_END, float(price or 0.0)
+    return parsed if parsed[1] <= parsed[2] else None
+
+
+@functools.cache
+def _host_classes(
+    classes: tuple[str, ...], settings: tuple[str, ...], ray_cpus: float, ray_gpus: float
+) -> tuple[HostClass, ...]:
+    own: dict[str, dict[str, str]] = {}
+    for text in settings:
+        if found := _SETTING.fullmatch(text):
+            own.setdefault(found[1], {})[found[2]] = found[3]
+    made = []
+    for parsed in map(_parse, classes):
+        if parsed is None:
+            continue
+        given = own.get(parsed[0], {})
+        cpus, gpus = float(given.pop("ray_cpus", ray_cpus)), float(given.pop("ray_gpus", ray_gpus))
+        made.append(HostClass(*parsed, cpus, gpus, tuple(given.items())))
+    return tuple(made)

@@ -58,7 +58,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
     """Samples until the run is over or `stop` is set.
 
     Args:
-      config: of the run.
+      config: of the run; the settings of this host's class apply.
       run_dir: where weights (unless the config says otherwise) and metrics are.
       redis_password: of the queue, None without one.
       actor_id: stable name of this host, its own among all actors.
@@ -72,6 +72,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
       RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
       WeightsRefused: if version after version fails its proof.
     """
+    config = config.as_seen_by(actor_id)
     services = Services(config.environment)
     environments = make_environments(config, services)
     redis, keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
@@ -137,6 +138,7 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             control,
             metrics,
             engine,
+            evaluation_engine,
             refresher,
             sampler,
             evaluator,

@@ -36,6 +36,7 @@ class Pulse:
         control: Control,
         metrics: Metrics,
         engine: Engine,
+        evaluation_engine: Engine,
         refresher: Refresher,
         sampler: Sampler,
         evaluator: Evaluator,
@@ -50,6 +51,7 @@ class Pulse:
         self._control = control
         self._metrics = metrics
         self._engine = engine
+        self._evaluation_engine = evaluation_engine
         self._refresher = refresher
         self._sampler = sampler
         self._evaluator = evaluator
@@ -58,7 +60,7 @@ class Pulse:
         self._watched = watched
         self._loop_watch = loop_watch
         self._services = services
-        self._before = (time.monotonic(), EngineCounters())
+        self._before = (time.monotonic(), EngineCounters(), 0.0)
 
     async def run(self) -> None:
         """Beats for as long as it is not cancelled."""
@@ -90,9 +92,10 @@ class Pulse:
 
     def _values(self) -> dict[str, Any]:
         """The state of the host; rates are since the last beat, counts since the process started."""
-        (then, before), counters = self._before, dataclasses.replace(self._engine.counters)
+        (then, before, computed_before), counters = self._before, dataclasses.replace(self._engine.counters)
+        computed = counters.compute_s + self._evaluation_engine.counters.compute_s  # the host's accelerator has both
         now = time.monotonic()
-        self._before = (now, counters)
+        self._before = (now, counters, computed)
         seconds = max(now - then, 1e-9)
         slot_steps = max((counters.num_steps - before.num_steps) * self._engine.num_slots, 1)
         version, paused_since = self._refresher.version, self._refresher.paused_since
@@ -103,6 +106,8 @@ class Pulse:
             "tokens_per_s": (counters.num_sampled_tokens - before.num_sampled_tokens) / seconds,
             "steps_per_s": (counters.num_steps - before.num_steps) / seconds,
             "busy": (counters.num_fed_tokens - before.num_fed_tokens) / slot_steps,
+            "accelerator_busy": min((computed - computed_before) / seconds, 1.0),
+            "slots": self._engine.num_slots,
             "slots_busy": self._watched.take_slots_busy(),
             "running": self._sampler.num_episodes,
             "evaluating": self._evaluator.num_running,

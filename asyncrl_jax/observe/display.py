@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.orchestrator.host_classes import ClassSeen, seen_by_class
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.types import EvaluationResult, LearnerState
@@ -133,6 +134,8 @@ def plain_line(config: Config, snapshot: Snapshot | None, elapsed_s: float) -> s
     rate = sum(beat.get("tokens_per_s", 0) for beat in snapshot.actors.values())
     parts.append(f"sampled {rate:,.0f} tok/s by {len(snapshot.actors)}")
     parts.append(f"effective {learner.get('effective_token_share', 0):.0%}")
+    shares = [beat.get("accelerator_busy", 0) for beat in snapshot.actors.values()]
+    parts.append(f"accelerators busy {sum(shares) / len(shares) if shares else 0:.0%}")
     parts.append(f"learner busy {learner.get('busy', 0):.0%}")
     parts.append(_ledger(snapshot))
     return " | ".join(parts)
@@ -162,12 +165,24 @@ def panel(config: Config, snapshot: Snapshot | None, restarts: Mapping[str, int]
         table.add_row(
             name,
             f"v{beat.get('version', '–')}   {beat.get('tokens_per_s', 0):,.0f} tok/s   "
-            f"busy {beat.get('busy', 0):.0%}   {beat.get('running', 0)} episodes in hand",
+            f"slots busy {beat.get('busy', 0):.0%}   accelerator busy {beat.get('accelerator_busy', 0):.0%}   "
+            f"{beat.get('running', 0)} episodes in hand",
+        )
+    for name, seen in _classes(config, snapshot).items():
+        table.add_row(
+            f"{name}-*",
+            f"{seen.actors} actors   {seen.tokens_per_s:,.0f} tok/s   accelerator busy {seen.accelerator_busy:.0%}   "
+            f"{seen.episodes} episodes in hand",
         )
     table.add_row("tickets", _ledger(snapshot))
     if sum(restarts.values()):
         table.add_row("restarts", ", ".join(f"{name} {count}" for name, count in sorted(restarts.items())))
     return Group(title, table)
+
+
+def _classes(config: Config, snapshot: Snapshot) -> Mapping[str, ClassSeen]:
+    fleet = config.orchestrator.fleet
+    return seen_by_class(snapshot.actors, fleet) if len(fleet.classes) > 1 else {}
 
 
 def _progress(config: Config, snapshot: Snapshot) -> RenderableType:

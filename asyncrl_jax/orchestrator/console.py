@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.config_fleet import NO_END
 from asyncrl_jax.orchestrator import memory
 from asyncrl_jax.orchestrator import round as rounds
+from asyncrl_jax.orchestrator.host_classes import seen_by_class
 from asyncrl_jax.orchestrator.policies import curriculum
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.ledger import Ledger
@@ -170,6 +172,7 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
         _fleet(states),
         "ledger     " + ", ".join(f"{name} {count}" for name, count in counts.items() if count),
     ]
+    lines += _classes(config, states, {name: found for (role, name), found in beats.items() if role == "actor"})
     lines += _buckets(states, beat)
     lines += [
         f"breaker    {target} is {found.phase}: {found.signature or 'probed'}"
@@ -202,6 +205,20 @@ def _fleet(states: rounds.States) -> str:
     return f"{line}; the learner is to have mesh.data = {scaled.copies}"
 
 
+def _classes(config: Config, states: rounds.States, beats: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line for each class of hosts, where there are several."""
+    fleet, lines = config.orchestrator.fleet, []
+    wanted = fleet.members(states.autoscale.target)
+    for one in fleet.host_classes if len(fleet.classes) > 1 else ():
+        seen, own = seen_by_class(beats, fleet)[one.name], config.actor_of(one.name)
+        most = f" at most {one.most}," if one.most < NO_END else ""
+        lines.append(
+            f"class      {one.name}: {seen.actors} of {wanted[one.name]} actors,{most} {own.slots} slots each, "
+            f"{seen.episodes} episodes, {seen.tokens_per_s:,.0f} tok/s, accelerator busy {seen.accelerator_busy:.0%}"
+        )
+    return lines
+
+
 def _buckets(states: rounds.States, beat: Mapping[str, Any]) -> list[str]:
     """Share issued and share trained of each bucket: where they part, long or failing tasks are starved."""
     trained = beat.get("groups_by_bucket")
@@ -226,6 +243,7 @@ def _actor(name: str, beat: Mapping[str, Any], directives: Any) -> str:
     order = directives.actors.get(name)
     orders = [word for word in ("pause", "probe", "drain") if order is not None and getattr(order, word)]
     state = "drained" if beat.get("drained") else f"{beat.get('running', 0)} episodes"
+    state += f", accelerator busy {beat.get('accelerator_busy', 0):.0%}"
     return f"actor      {name}: v{beat.get('version')}, {state}{', ordered: ' if orders else ''}{', '.join(orders)}"
 
 

@@ -32,11 +32,13 @@ from typing import Any
 import redis as redis_client
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.orchestrator import memory
 from asyncrl_jax.orchestrator import round as rounds
 from asyncrl_jax.orchestrator.decision_files import archive_decisions
 from asyncrl_jax.orchestrator.fleets.keeper import FleetKeeper
 from asyncrl_jax.orchestrator.fleets.opening import check_installed, open_fleet
+from asyncrl_jax.orchestrator.host_classes import seen_by_class
 from asyncrl_jax.orchestrator.lease import Lease
 from asyncrl_jax.orchestrator.policies import admission, curriculum, regression, watermark
 from asyncrl_jax.seeds import derive_seed
@@ -79,6 +81,7 @@ def run_orchestrator(config: Config, run_dir: Path, redis_password: str | None, 
     while not stop.is_set():
         fence = lease.keep()
         if fence is None:
+            _let_go(leading)
             leading = None
             if keeper is not None:
                 keeper.rest()
@@ -96,13 +99,20 @@ def run_orchestrator(config: Config, run_dir: Path, redis_password: str | None, 
         except Deposed as error:
             log.warning("a write was refused: %s", error)
             lease.lost()
+            _let_go(leading)
             leading = None
         stop.wait(TICK_S)
+    _let_go(leading)
     if keeper is not None:
         keeper.close()
     if stop.is_set():
         lease.release()
     return 0
+
+
+def _let_go(leading: tuple[Fence, Orchestrator] | None) -> None:
+    if leading is not None:
+        leading[1].close()
 
 
 def _stand_by(control: Control, holder: str, config: Config) -> bool:
@@ -131,6 +141,7 @@ class Orchestrator:
         self._ledger = ledger
         self._steering = steering
         self._run_dir = run_dir
+        self._metrics: Metrics | None = None  # opened when there is something to write
         self._beat_at = 0.0
         self._round_at: float | None = None
         self._plan: rounds.Plan | None = None
@@ -233,6 +244,24 @@ class Orchestrator:
         self._give_up_overdue(learner, scene.now)
         if self._run_dir is not None:
             archive_decisions(self._run_dir, self._steering, self._config.orchestrator.decisions_kept)
+        self._write_classes(learner, scene)
+
+    def _write_classes(self, learner: LearnerState, scene: rounds.Scene) -> None:
+        """Metrics of each class of hosts, where there are several."""
+        fleet = self._config.orchestrator.fleet
+        if self._run_dir is None or len(fleet.classes) < 2:
+            return
+        if self._metrics is None:
+            self._metrics = Metrics(self._run_dir, "orchestrator", self._config.observe)
+        wanted = fleet.members(self._states.autoscale.target)
+        seen = seen_by_class(scene.actor_beats, fleet).items()
+        rows = {name: {"wanted": wanted[name], **vars(found)} for name, found in seen}
+        self._metrics.write(learner.update, rows)
+
+    def close(self) -> None:
+        """Flushes metrics."""
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _scene(self, learner: LearnerState, observations: tuple[Any, ...]) -> rounds.Scene:
         beats = self._control.heartbeats()

@@ -307,11 +307,11 @@ def _bound(states: States, scene: Scene, config: Config) -> lag.Decided:
 
 def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, token_updates: int) -> autoscale.Observed:
     """What the size of the fleet follows from. Cost: linear in its members."""
-    beat, slots = scene.learner_beat, config.actor.slots
-    episodes = max(slots, config.actor.episodes)
-    alive, drained, busy, in_service = set[int](), set[int](), 0.0, 0
+    beat, fleet = scene.learner_beat, config.orchestrator.fleet
+    settings = {one.name: config.actor_of(one.name) for one in fleet.host_classes}
+    alive, drained, busy, there = set[int](), set[int](), 0.0, 0
     looks = config.orchestrator.autoscale.enabled or state.target < state.size
-    for place, name in enumerate(config.orchestrator.fleet.names(state.size) if looks else ()):
+    for place, name in enumerate(fleet.names(state.size) if looks else ()):
         actor = scene.actor_beats.get(name)
         if actor is None:
             continue
@@ -320,11 +320,12 @@ def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, to
             if actor.get("drained") and not _number(actor, "evaluating"):
                 drained.add(place)
         else:
-            share = _number(actor, "running") / episodes
-            if episodes > slots:  # then its engine may be full before it is
-                share = max(share, _number(actor, "generating") / slots)
-            busy += min(share, 1.0)
-            in_service += 1
+            own = settings[name.rpartition("-")[0]]
+            share = _number(actor, "running") / max(own.slots, own.episodes)
+            if own.episodes > own.slots:  # then its engine may be full before it is
+                share = max(share, _number(actor, "generating") / own.slots)
+            busy += own.slots * min(share, 1.0)
+            there += own.slots
     by_lag = _by_lag(beat.get("by_lag"))
     tokens = sum(found.tokens for found in by_lag.values())
     mean_lag = sum(updates * found.tokens for updates, found in by_lag.items()) / tokens if tokens > 0 else 0.0
@@ -332,13 +333,14 @@ def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, to
     return autoscale.Observed(
         now=scene.now,
         starved=min(max(_number(beat, "starved_share"), 0.0), 1.0),
-        busy=busy / in_service if in_service else 0.0,
+        busy=busy / there if there else 0.0,
         stale=mean_lag / token_updates if token_updates else 0.0,
         level=level,
         alive=frozenset(alive),
         drained=frozenset(drained),
         training=scene.learner.phase == "training" and _number(beat, "step_s") > 0,
         pinned=pinned if isinstance(pinned, int) else None,
+        slots={name: own.slots for name, own in settings.items()},
     )
 
 

@@ -60,6 +60,7 @@ class _Actor:
     slots: list[float]  # heap: when each slot is free
     unfinished: list[float]  # heap: ends of members that may still run
     factor: float  # on the time of every episode
+    num_slots: int
     up: bool = True
     draining: bool = False  # claims nothing
     stamp: int = 0  # its newest readiness; older ones are void
@@ -96,14 +97,22 @@ class Versions:
 class Fleet:
     """All actors. Cost: O(log slots) a member, O(1) a claim; O(members of the actor) for a cancellation or crash."""
 
-    def __init__(self, factors: list[float], slots: int, dispatch_s: float, versions: Versions, most_behind: int):
-        """Args: factors: one an actor; most_behind: A, in updates."""
+    def __init__(
+        self,
+        factors: list[float],
+        slots: Callable[[int], int],
+        dispatch_s: float,
+        versions: Versions,
+        most_behind: int,
+    ):
+        """Args: factors: one an actor; slots: of the actor at a place; most_behind: A, in updates."""
         self.queue: deque[Flight] = deque()  # issued, not claimed
         self.ready: deque[tuple[int, int]] = deque((index, 0) for index in range(len(factors)))
         self.slot_seconds = 0.0  # used by members that are over
-        self._actors = [_Actor([0.0] * slots, [], factor) for factor in factors]
+        self._actors = [_Actor([0.0] * slots(place), [], factor, slots(place)) for place, factor in enumerate(factors)]
         self._size = len(factors)  # that exist, in order: later ones have been removed
-        self._existed_s = 0.0  # actor seconds until `_sized_at`
+        self._num_slots = sum(actor.num_slots for actor in self._actors)  # of those that exist
+        self._existed_s = 0.0  # slot seconds until `_sized_at`
         self._sized_at = 0.0
         self._slots = slots
         self._dispatch_s = dispatch_s
@@ -117,21 +126,23 @@ class Fleet:
 
     def slot_seconds_there(self, now: float) -> float:
         """Slots that were there until `now`, each for as long as it was."""
-        return self._slots * (self._existed_s + self._size * (now - self._sized_at))
+        return self._existed_s + self._num_slots * (now - self._sized_at)
 
     def resize(self, size: int, now: float, factor: float) -> list[tuple[Flight, int]]:
         """Adds actors at the end, or removes from there. Returns what the removed ones had under way, to be claimed."""
-        self._existed_s += self._size * (now - self._sized_at)
+        self._existed_s += self._num_slots * (now - self._sized_at)
         self._sized_at = now
         lost = []
         for index in range(size, self._size):
             lost += [(flight, index) for flight in self.crash(index, now)]
+            self._num_slots -= self._actors[index].num_slots
         for index in range(self._size, size):
             if index == len(self._actors):
-                self._actors.append(_Actor([now] * self._slots, [], factor))
+                self._actors.append(_Actor([now] * self._slots(index), [], factor, self._slots(index)))
                 self.ready.append((index, 0))
             else:
                 self.restart(index, now)
+            self._num_slots += self._actors[index].num_slots
         self._size = size
         return lost
 
@@ -217,7 +228,7 @@ class Fleet:
 
     def _ready_at(self, actor: _Actor, now: float) -> float:
         ready_at = now
-        while len(actor.unfinished) >= self._slots:
+        while len(actor.unfinished) >= actor.num_slots:
             ready_at = max(ready_at, heapq.heappop(actor.unfinished))
         return ready_at
 
@@ -241,7 +252,7 @@ class Fleet:
         left = [end for flight in actor.flights.values() for end in flight.ends if end > now]
         actor.unfinished = left
         heapq.heapify(actor.unfinished)
-        actor.slots = [*heapq.nlargest(self._slots, left), *[now] * (self._slots - len(left))]
+        actor.slots = [*heapq.nlargest(actor.num_slots, left), *[now] * (actor.num_slots - len(left))]
         heapq.heapify(actor.slots)
 
     def crash(self, index: int, now: float) -> list[Flight]:

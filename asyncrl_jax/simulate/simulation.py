@@ -71,7 +71,7 @@ class Simulation:
         self._draws = Draws(inputs, config.seed, config.learner.group_size, config.environment.turn_delay_s)
         self._speeds = self._draws.chances(_SPEED, 0)
         factors = [self._factor() for _ in range(config.actor.num_hosts)]
-        self.fleet = Fleet(factors, config.actor.slots, inputs.dispatch_s, self.versions, self._lag.actor_updates)
+        self.fleet = Fleet(factors, self._slots_at, inputs.dispatch_s, self.versions, self._lag.actor_updates)
         self._chances = [self._draws.chances(_CRASHES, index) for index in range(len(factors))]
         self._filtering = self._draws.chances(_VARIANCE, 0)
         self._tallies = Tallies()
@@ -144,6 +144,11 @@ class Simulation:
             self._scale()
         self._at(self.now + self._config.orchestrator.policy_interval_s, "round")
         self._admit()
+
+    def _slots_at(self, place: int) -> int:
+        """Of the actor at a place in the fleet's order."""
+        fleet = self._config.orchestrator.fleet
+        return self._config.actor_of(fleet.class_at(place)).slots if fleet.class_settings else self._config.actor.slots
 
     def _scale(self) -> None:
         """The fleet follows at once, as if hosts were there and warm."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 import jax
 import numpy as np
@@ -275,6 +276,19 @@ class EngineContract:
             return await conversation
 
         assert len(host.run(run())[0]) == 24
+
+    def test_time_of_computing_is_counted_while_sessions_sample_and_not_while_they_rest(self, host):
+        async def run():
+            await host.load(0)
+            counted, started_at = host.engine.counters.compute_s, time.monotonic()
+            await asyncio.gather(*(converse(host.engine, seed) for seed in range(3)))
+            sampling_s, sampled_s = time.monotonic() - started_at, host.engine.counters.compute_s - counted
+            await asyncio.sleep(0.2)
+            return sampling_s, sampled_s, host.engine.counters.compute_s - counted
+
+        sampling_s, sampled_s, later_s = host.run(run())
+        assert 0 < sampled_s <= sampling_s
+        assert later_s == sampled_s
 
     def test_orch_11_cancelled_sessions_free_their_slots_and_stop(self, host):
         async def run():

@@ -41,7 +41,7 @@ def server(tmp_path_factory):
 class Run:
     """Everything around an actor: Redis, the learner's announcements, the orchestrator's tickets."""
 
-    def __init__(self, server, directory):
+    def __init__(self, server, directory, changes=()):
         self.config = override(
             Config(model=MODEL),
             {
@@ -53,6 +53,7 @@ class Run:
                 "actor.slots": 4,
                 "actor.heartbeat_s": 0.05,
                 "learner.group_size": 2,
+                **dict(changes),
             },
         )
         self.directory = directory
@@ -165,6 +166,23 @@ def test_tickets_become_groups_with_the_logprobs_of_their_version(run):
     run.until(lambda: run.beat().get("groups_submitted") == 7 and run.beat()["running"] == 0)
     run.finish()
     assert read_rows(run.directory / "metrics" / "actor-0.jsonl")[-1]["groups_submitted"] == 7
+
+
+def test_an_actor_has_the_settings_of_its_class_of_hosts(server, tmp_path):
+    settings = ("actor.slots=2", "actor.episodes=3", "dear.slots=64")
+    classes = {"orchestrator.fleet.classes": ("actor", "dear"), "orchestrator.fleet.class_settings": settings}
+    run = Run(server, tmp_path, classes)
+    run.announce(0)
+    run.learner_at(0)
+    run.issue(4)
+    run.thread.start()
+    try:
+        run.collect(4)
+        run.until(lambda: run.beat().get("slots") == 2)
+        run.finish()
+    finally:
+        run.stop.set()
+        run.thread.join(LIMIT_S)
 
 
 def test_nothing_is_claimed_before_the_first_weights(run):

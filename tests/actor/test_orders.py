@@ -367,6 +367,7 @@ def test_orch_06_a_blocked_event_loop_is_measured():
         nothing(beat=lambda *args: beats.append(args[2])),
         None,
         nothing(counters=EngineCounters(), num_slots=1),
+        nothing(counters=EngineCounters()),
         nothing(version=None, paused_since=None, num_refused=0),
         sampler,
         nothing(num_running=0),
@@ -388,3 +389,30 @@ def test_orch_06_a_blocked_event_loop_is_measured():
         watching.cancel()
 
     asyncio.run(run())
+
+
+def test_the_accelerator_is_busy_for_the_share_of_time_in_which_either_engine_of_the_host_computes():
+    beats, nothing = [], types.SimpleNamespace
+    sampling, evaluating = EngineCounters(), EngineCounters()
+    pulse = Pulse(
+        "a",
+        ActorConfig(),
+        nothing(beat=lambda *args: beats.append(args[2])),
+        None,
+        nothing(counters=sampling, num_slots=1),
+        nothing(counters=evaluating),
+        nothing(version=None, paused_since=None, num_refused=0),
+        nothing(counters=nothing(), num_episodes=0, drained=False),
+        nothing(num_running=0),
+        None,
+        Tally("a"),
+        nothing(num_generating=0, take_slots_busy=lambda: 0.0),
+        LoopWatch(),
+        Services(EnvironmentConfig()),
+    )
+    pulse._before = (time.monotonic() - 10.0, EngineCounters(), 0.0)
+    sampling.compute_s, evaluating.compute_s = 4.0, 2.0
+    assert pulse._values()["accelerator_busy"] == pytest.approx(0.6, abs=0.01)
+    assert pulse._values()["accelerator_busy"] == 0.0
+    sampling.compute_s += 100.0  # a block that began before the last beat
+    assert pulse._values()["accelerator_busy"] == 1.0

@@ -103,6 +103,16 @@ def test_a_member_whose_node_dies_comes_back_on_another(cluster, world, fleet):
     assert fleet.sizes()["cheap"] == 5
 
 
+def test_a_class_reserves_what_its_settings_say(world, fleet):
+    settings = ("dear.ray_cpus=0.5", "dear.slots=8")
+    world.config = override(world.config, {"orchestrator.fleet.class_settings": settings})
+    fleet = world.another()
+    fleet.resize({"cheap": 1, "dear": 1})
+    until(lambda: world.running().keys() == {"cheap-0", "dear-0"}, "both run", 60)
+    taken = ray.cluster_resources()["CPU"] - 0.1 - 0.5
+    until(lambda: abs(ray.available_resources()["CPU"] - taken) < 1e-6, "so much is taken", 30)
+
+
 def test_one_that_finds_no_room_is_still_taken_away(world, fleet, monkeypatch):
     monkeypatch.setattr(module, "_GONE_S", 0.1)
     fleet.resize({"cheap": 0, "dear": 3})

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import io
 
 import pytest
@@ -35,7 +36,7 @@ def snapshot(phase: str = "training", run_phase: str = "running", **learner: obj
         state=LearnerState(line=0, update=12, version=12, phase=phase),
         learner=LEARNER | learner,
         orchestrator={"ledger": LEDGER},
-        actors={"actor-0": {"version": 11, "tokens_per_s": 900.0, "running": 60, "busy": 0.9}},
+        actors={"actor-0": {"version": 11, "tokens_per_s": 900.0, "running": 60, "busy": 0.9, "accelerator_busy": 0.4}},
         evaluations=(
             evaluation(0, {1: 0.4, 2: 0.2, 3: 0.1}, 10, 1.0),
             evaluation(10, {1: 0.8, 2: 0.6, 3: 0.3}, 10, 2.0),
@@ -47,6 +48,25 @@ def drawn(shown: Snapshot | None, restarts: dict[str, int] | None = None) -> str
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(panel(Config(), shown, restarts or {}, 75.0))
     return console.export_text()
+
+
+def test_how_busy_accelerators_are_is_shown_by_actor_and_by_class_where_there_are_several():
+    shown = dataclasses.replace(
+        snapshot(),
+        actors={
+            "cheap-0": {"accelerator_busy": 0.5, "running": 1},
+            "cheap-1": {"accelerator_busy": 0.9, "running": 2},
+            "dear-0": {"accelerator_busy": 0.1, "running": 4},
+        },
+    )
+    assert "accelerators busy 50%" in plain_line(Config(), shown, 1.0)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(panel(override(Config(), {"orchestrator.fleet.classes": ("cheap:2", "dear")}), shown, {}, 1.0))
+    text = console.export_text()
+    assert [" ".join(line.split()) for line in text.splitlines() if "-*" in line] == [
+        "cheap-* 2 actors 0 tok/s accelerator busy 70% 3 episodes in hand",
+        "dear-* 1 actors 0 tok/s accelerator busy 10% 4 episodes in hand",
+    ]
 
 
 @pytest.mark.parametrize("draw", [drawn, lambda shown: plain_line(Config(), shown, 75.0)])
@@ -66,7 +86,7 @@ def test_tokens_over_the_bound_are_said():
 
 def test_the_table_shows_actors_and_restarts():
     text = drawn(snapshot(), {"actor-0": 2})
-    assert "v11   900 tok/s   busy 90%   60 episodes" in text
+    assert "v11   900 tok/s   slots busy 90%   accelerator busy 40%   60 episodes" in text
     assert "actor-0 2" in text
     assert "1:15" in text
 

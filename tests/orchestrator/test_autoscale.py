@@ -147,6 +147,30 @@ def test_the_budget_is_a_limit_also_when_it_falls():
     assert fleet.names(6) == ["cheap-0", "cheap-1", "cheap-2", "cheap-3", "dear-0", "dear-1"]
 
 
+def test_each_class_has_its_own_limits_and_growing_appends():
+    fleet = FleetConfig(classes=("cheap:2-4:1.0", "dear:1-3:5.0"))
+    order = ["cheap-0", "cheap-1", "dear-0", "cheap-2", "cheap-3", "dear-1", "dear-2"]
+    for size in range(8):
+        assert fleet.names(size) == order[:size]
+        members = fleet.members(size)
+        assert sorted(f"{name}-{n}" for name, count in members.items() for n in range(count)) == sorted(order[:size])
+    assert [fleet.class_at(place) for place in range(7)] == [name.rpartition("-")[0] for name in order]
+    assert [fleet.hourly_cost(size) for size in (3, 5, 6)] == [7.0, 9.0, 14.0]
+    assert [fleet.affordable(budget) for budget in (7.0, 9.5, 14.0)] == [3, 5, 6]
+    run = Run(size=3, config=dataclasses.replace(CONFIG, min_actors=3), fleet=fleet)
+    assert run.see(400, **STARVED).target == 7, "no class above its most"
+    assert run.see(1, **SPARE, pinned=1).target == 3, "nor below its least"
+
+
+def test_members_count_by_the_slots_of_their_class():
+    fleet = FleetConfig(classes=("cheap:8", "dear:8"))
+    slots = {"cheap": 1, "dear": 10}
+    run = Run(size=8, fleet=fleet)
+    assert run.see(30, **STARVED | {"starved": 0.55}, slots=slots).target == 10, "19.8 slots are wanted: 8 and 2 × 10"
+    run = Run(size=12, fleet=fleet)
+    assert run.see(100, **SPARE, slots=slots).target == 10, "of 8 and 4 × 10 slots, 21.3 are wanted"
+
+
 def test_by_hand_wins_within_the_limits_and_also_when_it_is_off():
     run = Run()
     assert run.see(1, **SPARE, pinned=9).target == 9

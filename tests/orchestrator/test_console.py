@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl_jax.config import Config, LearnerConfig, RedisConfig, override
 from asyncrl_jax.config_file import write_config
+from asyncrl_jax.observe.metrics import read_rows
 from asyncrl_jax.orchestrator.console import run_command
 from asyncrl_jax.orchestrator.loop import Orchestrator
 from asyncrl_jax.transport.fencing import Deposed, Fence, Leadership
@@ -63,6 +64,41 @@ def test_n_set_by_hand_is_in_the_next_tickets_and_in_the_log(asyncrl):
     asyncrl("set N=auto")
     asyncrl.tick()
     assert asyncrl.space.steering.directives().token_updates == 4
+
+
+def test_each_class_of_hosts_has_a_line_where_there_are_several(asyncrl):
+    def beat(name, **values):
+        asyncrl.space.control.beat("actor", name, {"version": 3, **values}, 60)
+
+    for name, busy in (("cheap-0", 0.5), ("cheap-1", 0.7), ("dear-0", 0.25)):
+        beat(name, running=4, tokens_per_s=100.0, accelerator_busy=busy)
+    assert "class " not in asyncrl("status")
+    asyncrl.config = override(
+        asyncrl.config,
+        {
+            "orchestrator.fleet.classes": ("cheap:2-3", "dear"),
+            "orchestrator.fleet.class_settings": ("dear.slots=512",),
+            "actor.num_hosts": 4,
+        },
+    )
+    lines = asyncrl("status").splitlines()
+    assert (
+        "class      cheap: 2 of 3 actors, at most 3, 64 slots each, 8 episodes, 200 tok/s, accelerator busy 60%"
+        in lines
+    )
+    assert "class      dear: 1 of 1 actors, 512 slots each, 4 episodes, 100 tok/s, accelerator busy 25%" in lines
+    assert "actor      dear-0: v3, 4 episodes, accelerator busy 25%" in lines
+
+
+def test_metrics_have_a_row_of_each_class_where_there_are_several(asyncrl, tmp_path):
+    asyncrl.config = override(asyncrl.config, {"orchestrator.fleet.classes": ("cheap:1", "dear")})
+    asyncrl.space.control.beat("actor", "dear-0", {"running": 2, "tokens_per_s": 9.0, "accelerator_busy": 0.5}, 60)
+    orchestrator = Orchestrator.on(asyncrl.space.client, asyncrl.space.keys, asyncrl.config, None, tmp_path)
+    orchestrator.tick()
+    orchestrator.close()
+    (row,) = read_rows(tmp_path / "metrics" / "orchestrator.jsonl")
+    assert row["dear"] == {"wanted": 1, "actors": 1, "episodes": 2, "tokens_per_s": 9.0, "accelerator_busy": 0.5}
+    assert row["cheap"]["actors"] == 0
 
 
 @pytest.mark.parametrize(

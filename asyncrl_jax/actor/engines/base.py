@@ -39,6 +39,7 @@ class EngineCounters:
     num_loads: int = 0
     swap_s: float = 0.0  # seconds in which nothing could be sampled because weights were swapped
     proof_s: float = 0.0  # seconds that proofs took
+    compute_s: float = 0.0  # seconds in which prompts or turns were computed: of the device, not of the host beside it
     rebuild_s: float = 0.0  # seconds in which caches of running sequences were computed anew after swaps
 
 

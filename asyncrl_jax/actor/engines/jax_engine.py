@@ -178,8 +178,10 @@ class JaxEngine:
     async def _prefill(self) -> None:
         started_at = time.monotonic()
         plan = self._slots.plan_chunk()
+        computing_from = time.monotonic()
         self._cache = self._programs.prefill(self._params, self._cache, plan.work)
         await self._on_device(jax.block_until_ready, self._cache[-1])
+        self.counters.compute_s += time.monotonic() - computing_from
         num_again = self._slots.chunk_done(plan)
         self._num_chunks += 1
         share = num_again / int(plan.work.lengths_P.sum())
@@ -191,10 +193,12 @@ class JaxEngine:
             self._stop_BV, slots.stop_changed = on_device(slots.stop_BV), False
         version, length = self._version, self._shapes.length_for(plan.work)
         patience = np.int32(_PATIENCE * self.num_slots)
+        computing_from = time.monotonic()
         sampled, self._cache = self._programs.decode(
             self._params, self._cache, plan.work, self._stop_BV, patience, length=length
         )
         done: Sampled = await self._on_device(jax.device_get, sampled)
+        self.counters.compute_s += time.monotonic() - computing_from
         assert version is not None
         ended, num_sampled = slots.block_done(plan, done.tokens_NR, done.logprobs_NR, done.fed_R, version)
         for slot, stopped in ended:

@@ -72,6 +72,7 @@ class VllmEngine:
         self._paused = False
         self._open = asyncio.Event()
         self._num_requests = 0  # under way in the backend
+        self._computing_from = 0.0  # while there are some, monotonic seconds until which `compute_s` has counted
         self._ids = itertools.count()
         self._changing = asyncio.Lock()  # held by whoever closes or opens the engine
 
@@ -83,6 +84,7 @@ class VllmEngine:
     def counters(self) -> EngineCounters:
         work = self._backend.counters
         counters = self._counters
+        self._count_compute()
         counters.num_steps, counters.num_fed_tokens = work.num_steps, work.num_running
         counters.num_sampled_tokens = work.num_sampled
         return counters
@@ -157,14 +159,23 @@ class VllmEngine:
 
     async def _sample(self, request: SamplingRequest) -> Sampled:
         await self._open.wait()
+        self._count_compute()
         self._num_requests += 1
         try:
             sampled = await self._backend.sample(request)
         finally:
+            self._count_compute()
             self._num_requests -= 1
         self._counters.num_prompt_tokens += len(request.prompt)
         self._counters.num_reused_tokens += sampled.num_cached
         return sampled
+
+    def _count_compute(self) -> None:
+        """vLLM makes steps without a break while it has requests."""
+        now = time.monotonic()
+        if self._num_requests:
+            self._counters.compute_s += now - self._computing_from
+        self._computing_from = now
 
     async def _take_routing(self, session: VllmSession, parts: list[Sampled]) -> None:
         """Stitches the experts of this turn's requests to what the session has."""

@@ -114,13 +114,13 @@ class RayFleet:
         return names
 
     def _start(self, name: str, kind: str) -> None:
-        settings = self._settings
+        (host_class,) = (one for one in self._settings.host_classes if one.name == kind)
         options: dict[str, Any] = {
             "name": name,
             "lifetime": "detached",
             "max_restarts": -1,
-            "num_cpus": settings.ray_cpus,
-            "num_gpus": settings.ray_gpus,
+            "num_cpus": host_class.ray_cpus,
+            "num_gpus": host_class.ray_gpus,
             "resources": {kind: 1},
         }
         config_file, log_file = self._run_dir / "config.json", self._run_dir / "logs" / f"{name}.log"

@@ -1,7 +1,8 @@
 """How many actors there are: enough that the learner, the expensive part, never waits for them, and no more.
 
-Members of the fleet have an order: classes as configured, and within a class by number. The first `size` exist; those
-from `target` on drain. So growing appends, shrinking takes from the end, and one number says who is there.
+Members of the fleet have an order: the least of each class, then classes as configured up to their most, and within a
+class by number. The first `size` exist; those from `target` on drain. So growing appends, shrinking takes from the end,
+and one number says who is there. What a member can do is taken to go with the slots of its class.
 
 Rule. All of it is averaged over `window_s`, and judged only once that has passed since the last change.
 
@@ -11,8 +12,9 @@ Rule. All of it is averaged over `window_s`, and judged only once that has passe
   "slow" *and* all actors asked for before are there (else the cluster has no more).
 * Take away, if the learner is fed (`starved_low`) *and* the watermark does not say "fast" *and* fewer would do; or if
   it is fed, the watermark says "slow" and what is trained on is stale: then one at a time.
-* How many: slots in use ÷ `busy_target`, times what the learner could take ÷ what it gets, 1 ÷ (1 − starved share), as
-  in target tracking; at most a factor `step` at once, nothing within `tolerance`, never past the limits or the budget.
+* How many: as many as have the slots in use ÷ `busy_target`, times what the learner could take ÷ what it gets,
+  1 ÷ (1 − starved share), as in target tracking; at most a factor `step` at once, nothing within `tolerance`, never
+  past the limits or the budget.
 * If actors have to be added again after some were taken away, the cool-down of the latter doubles, up to 16 times; it
   halves again when a second step down follows a first.
 * Who is taken away drains: it claims nothing more, and is removed once it has nothing left or after `drain_limit_s`.
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from asyncrl_jax.config_fleet import AutoscaleConfig, FleetConfig
 from asyncrl_jax.types import Decision
@@ -71,6 +73,7 @@ class Observed:
     drained: frozenset[int] = frozenset()  # of those, that have nothing left
     training: bool = True  # the learner makes updates: nothing is judged while it starts or ends
     pinned: int | None = None  # target set by hand
+    slots: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of a member, by class; 1 where it is not said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +94,13 @@ def decide(state: State, observed: Observed, config: AutoscaleConfig, fleet: Fle
     log: list[Decision] = []
     state, removed = _removed(state, observed, now, config)
     log += removed
-    wanted, why = _wanted(state, observed, now, most, config)
+    wanted, why = _wanted(state, observed, now, most, config, fleet)
     if wanted != state.target:
         before, state = state, _changed(state, wanted, now)
         numbers = _numbers(before, state, config, fleet)
         action = "grow" if wanted > before.target else "drain"
         log.append(Decision("autoscale", action, "actors", f"from {before.target} to {wanted}: {why}", numbers))
-    elif config.enabled and (copies := _larger_mesh(state, now, config, fleet)) is not None:
+    elif config.enabled and (copies := _larger_mesh(state, observed, now, config, fleet)) is not None:
         why = f"it is the bottleneck: mesh.data from {state.copies} to {copies}"
         numbers = _numbers(state, state, config, fleet)
         log.append(Decision("autoscale", "grow_learner", "learner", why, numbers))
@@ -157,34 +160,51 @@ def _has_nothing(place: int, alive: Collection[int], drained: Collection[int]) -
     return place not in alive or place in drained
 
 
-def _wanted(state: State, observed: Observed, now: float, most: int, config: AutoscaleConfig) -> tuple[int, str]:
+def _wanted(
+    state: State, observed: Observed, now: float, most: int, config: AutoscaleConfig, fleet: FleetConfig
+) -> tuple[int, str]:
     """(members that are to stay, why)."""
+    least = max(fleet.least_members, 1)
     if observed.pinned is not None:
-        return max(min(observed.pinned, most), 1), "by hand"
+        return max(min(observed.pinned, most), least), "by hand"
     if not config.enabled:
         return state.target, ""
     if state.target > most:
-        return max(most, 1), "limit or budget"
+        return max(most, least), "limit or budget"
     if state.target < config.min_actors <= most:
         return config.min_actors, "the least"
     if state.judged_from is None or now - state.judged_from < config.window_s:
         return state.target, ""
     since_s = now - state.changed_at
-    needed = state.target * state.busy / config.busy_target / (1 - min(state.starved, 0.9))
+    needed = _with_slots(state, observed, fleet, state.busy / config.busy_target / (1 - min(state.starved, 0.9)))
     if since_s >= config.grow_cooldown_s and _may_grow(state, observed, config):
-        wanted = min(math.ceil(needed - 1e-9), math.floor(state.target * config.step), most)
+        wanted = min(needed, math.floor(state.target * config.step), most)
         if wanted > state.target * (1 + config.tolerance):
             return wanted, "the learner starves and every slot is in use"
     draining = state.size > state.target
     patience_s = config.shrink_cooldown_s * state.patience
     if draining or since_s < patience_s or state.starved > config.starved_low or observed.level == "fast":
         return state.target, ""
-    wanted = max(math.ceil(needed - 1e-9), math.ceil(state.target / config.step), config.min_actors)
+    wanted = max(needed, math.ceil(state.target / config.step), config.min_actors)
     if wanted < state.target * (1 - config.tolerance):
         return wanted, "fewer feed the learner as well"
     if observed.level == "slow" and state.stale >= config.stale_share and state.target > config.min_actors:
         return state.target - 1, "the learner is fed, and what waits for it is stale"
     return state.target, ""
+
+
+def _with_slots(state: State, observed: Observed, fleet: FleetConfig, factor: float) -> int:
+    """Fewest members that have `factor` times the slots of those that are to stay."""
+    blocks = [(observed.slots.get(one.name, 1), count) for one, count in fleet.blocks()]
+    there, left = 0, state.target
+    for slots, count in blocks:
+        there += slots * min(left, count)
+        left -= min(left, count)
+    needed, members = there * factor - 1e-9 * max(there, 1), 0
+    for slots, count in blocks:
+        more = min(max(math.ceil(needed / slots), 0), count)
+        members, needed = members + more, needed - more * slots
+    return members + (needed > 0)  # more than there can be
 
 
 def _may_grow(state: State, observed: Observed, config: AutoscaleConfig) -> bool:
@@ -216,12 +236,14 @@ def _changed(state: State, wanted: int, now: float) -> State:
     )
 
 
-def _larger_mesh(state: State, now: float, config: AutoscaleConfig, fleet: FleetConfig) -> int | None:
+def _larger_mesh(
+    state: State, observed: Observed, now: float, config: AutoscaleConfig, fleet: FleetConfig
+) -> int | None:
     """The next number of copies, if the learner has long been the bottleneck and all of it can be paid."""
     following = next((copies for copies in config.learner_copies if copies > state.copies), None)
     if following is None or state.spare_since is None or now - state.spare_since < config.learner_patience_s:
         return None
-    needed = math.ceil(state.target * state.busy / config.busy_target * following / state.copies)
+    needed = _with_slots(state, observed, fleet, state.busy / config.busy_target * following / state.copies)
     return following if max(needed, state.size) <= most_members(config, fleet, following) else None
 
 
