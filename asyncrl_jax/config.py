@@ -315,6 +315,12 @@ class Config:
             "needs --config.reward.process.url=: what a server answers is not fixed by the seed",
         )
         require(
+            not (self.deterministic and self.reward.process.model) or self.orchestrator.agreement.action == "alarm",
+            "deterministic",
+            True,
+            "needs --config.orchestrator.agreement.action=alarm: when an actor hears of the others is not fixed",
+        )
+        require(
             self.environment.max_tokens <= self.model.max_positions,
             "environment.max_tokens",
             self.environment.max_tokens,

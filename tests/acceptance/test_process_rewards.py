@@ -86,11 +86,13 @@ def test_a_model_that_prefers_failures_is_named_and_its_scores_stop_counting(tmp
         endpoint.server_close()
     assert run.code == 0, run.output[-3000:]
     assert run.audited.sound, run.audited.problems
-    lines = [json.loads(line) for path in (tmp_path / "run" / "decisions").glob("*.jsonl") for line in path.open()]
+    files = (tmp_path / "run" / "decisions").glob("*.jsonl")
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     alarms = [line for line in lines if line["policy"] == "agreement"]
     assert alarms, "named in the decision log"
     assert {line["action"] for line in alarms} == {"hold_out"}
-    assert all(line["reason"].startswith("prefers_failures") and line["numbers"]["gap"] < 0 for line in alarms)
+    assert all(line["numbers"]["gap"] < 0 for line in alarms)
+    assert any(line["reason"].startswith("prefers_failures") for line in alarms)
     alarmed = {line["subject"].removeprefix("bucket:") for line in alarms}
     files = sorted((tmp_path / "run" / "archive").glob("groups-*.avro"))
     rows = sorted((row for path in files for row in read_groups(path)), key=lambda row: row.group.enqueued_at)

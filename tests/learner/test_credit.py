@@ -198,9 +198,9 @@ def test_tok_06_the_reward_of_a_critic_lies_on_the_last_trained_token_and_nowher
     assert packed.positions[where] == 5  # position t predicts token t + 1, and the last of 8 is a tool's
 
 
-def scored_members(success):
-    """Two members of 6 tokens, sampled at 1, 2 and 4, 5: two steps each, scored 0.9 and 0.7, and 0.5 and 0.1."""
-    mask = np.array([0, 1, 1, 0, 1, 1], np.uint8)
+def scored_members(success, between=0):
+    """Two members of 6 tokens, two steps each that end after 3 and 6, scored 0.9 and 0.7, and 0.5 and 0.1."""
+    mask = np.array([0, 1, 1, between, 1, 1], np.uint8)
     return group(
         0,
         [
@@ -217,12 +217,13 @@ def scored_members(success):
     )
 
 
-def test_each_steps_tokens_get_what_its_score_and_later_ones_are_worth():
+@pytest.mark.parametrize("between", [0, 1])  # steps of two turns, or of one
+def test_each_steps_tokens_get_what_its_score_and_later_ones_are_worth(between):
     """Mean 0.55, population deviation √0.0875: normalised scores, summed to the end, times the factor."""
-    found = credit([scored_members(success=True)], step_credit=0.5)
+    found = credit([scored_members(success=True, between=between)], step_credit=0.5)
     z = (np.array([0.9, 0.7, 0.5, 0.1]) - 0.55) / np.sqrt(0.0875)
     for advantages, (first, second) in zip(found.advantages[0], ((z[0], z[1]), (z[2], z[3])), strict=True):
-        expected = 0.5 * np.array([0, first + second, first + second, 0, second, second])
+        expected = 0.5 * np.array([0, first + second, first + second, between * second, second, second])
         np.testing.assert_allclose(advantages, expected, rtol=1e-4)
     assert found.statistics["zero_advantage"] == 0
 

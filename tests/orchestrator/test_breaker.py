@@ -173,6 +173,12 @@ def test_buckets_follow_the_worst_of_what_they_need():
     }
 
 
+def test_a_bucket_whose_environments_name_is_a_path_follows_its_breakers():
+    math = "math:/data/questions.jsonl"
+    for target in (f"environment:{math}", f"reward:{math}", f"tool:{math}/python"):
+        assert breaker.bucket_factors({target: 0.0}, [f"{math}/1", "sums/1"]) == {f"{math}/1": 0.0, "sums/1": 1.0}
+
+
 def test_off_opens_nothing():
     watched = Watched(BreakerConfig(enabled=False))
     assert watched.see(tallies={ENV: faults(100)}).factors == {}

@@ -423,7 +423,7 @@ def bucket_factors(factors: Mapping[str, float], buckets: Sequence[str]) -> dict
     for target, factor in factors.items():
         kind, _, name = target.partition(":")
         if kind != "actor":
-            environment = name.partition("/")[0]
+            environment = name.rpartition("/")[0] if kind == "tool" else name  # it may be a path
             of_environment[environment] = min(of_environment.get(environment, 1.0), factor)
     return {name: of_environment.get(name.rpartition("/")[0], 1.0) for name in buckets}
 

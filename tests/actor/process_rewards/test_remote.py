@@ -20,6 +20,7 @@ from asyncrl_jax.actor.process_rewards.remote import RETRY_BURST, RemoteProcessM
 from asyncrl_jax.actor.process_rewards.steps import Step  # noqa: E402
 from asyncrl_jax.actor.rewards import InvalidReward  # noqa: E402
 from asyncrl_jax.actor.verifiers import ScoreFailed  # noqa: E402
+from asyncrl_jax.config import Config, override  # noqa: E402
 from asyncrl_jax.config_environment import ProcessRewardConfig  # noqa: E402
 
 STEPS = [Step("1+1=", "2;", 6), Step("", "2+1=3", 11), Step(" next ", "3", 14)]
@@ -281,3 +282,12 @@ def test_a_key_that_is_none_is_refused_without_being_told(monkeypatch, key):
 def test_settings_that_make_no_sense_are_refused_by_name(settings, match):
     with pytest.raises(ValueError, match=match):
         ProcessRewardConfig(**settings)
+
+
+def test_a_run_that_is_to_be_repeated_depends_on_no_server_and_on_no_moment():
+    repeated = {"deterministic": True, "mode": "sync", "actor.num_hosts": 1}
+    with pytest.raises(ValueError, match=r"reward\.process\.url"):
+        override(Config(), repeated | {"reward.process.url": "https://x/"})
+    with pytest.raises(ValueError, match=r"orchestrator\.agreement\.action=alarm"):
+        override(Config(), repeated | {"reward.process.model": "/x"})
+    override(Config(), repeated | {"reward.process.model": "/x", "orchestrator.agreement.action": "alarm"})
