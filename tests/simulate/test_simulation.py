@@ -263,3 +263,20 @@ def test_autoscale_finds_the_fleet_that_feeds_the_learner_from_either_side(start
     assert outcome.updates >= (0.95 if start == 64 else 0.85) * fixed.updates, "the learner does not wait for it"
     assert outcome.ledger["failed"] == 0, "nothing is lost by taking actors away"
     assert outcome.ledger["issued"] == sum(n for name, n in outcome.ledger.items() if name != "issued")
+
+
+def test_actors_of_a_class_have_its_slots():
+    config = config_of(
+        **{
+            "orchestrator.fleet.classes": ("cheap:1-2", "dear:1-9"),
+            "orchestrator.fleet.class_settings": ("cheap.slots=2", "dear.slots=7"),
+        }
+    )
+    run = Simulation(config, QUICK)
+    assert run.fleet.slot_seconds_there(10.0) == (2 + 7 + 2 + 7) * 10.0
+    run.fleet.resize(5, 10.0, 1.0)
+    run.fleet.resize(3, 20.0, 1.0)
+    assert run.fleet.slot_seconds_there(30.0) == 18 * 10.0 + 25 * 10.0 + 11 * 10.0
+    outcome = simulate(config, QUICK)
+    assert outcome.updates == 30
+    assert 0 < outcome.actor_busy <= 1
