@@ -75,10 +75,18 @@ def with_part(cache: KVCache, part: KVCache, rows_R: jax.Array | None) -> KVCach
 
 
 def copy_rows(cache: KVCache, sources_N: jax.Array, targets_N: jax.Array) -> KVCache:
-    """Copies sequences; a target of B or more is no row, and its copy is dropped."""
-    return jax.tree.map(
-        lambda array: array.at[targets_N].set(jnp.take(array, sources_N, axis=0, mode="clip"), mode="drop"), cache
-    )
+    """Copies sequences, one after the other; the first target of B or more, which is no row, ends it."""
+    num_rows = cache[0].k_BGKC.shape[0]
+
+    def copy(index: jax.Array, cache: KVCache) -> KVCache:
+        def copied(array: jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_slice_in_dim(array, sources_N[index], 1)
+            return jax.lax.dynamic_update_slice_in_dim(array, row, targets_N[index], axis=0)
+
+        return jax.tree.map(copied, cache)
+
+    # As many as there are: a scatter of all N moves those that are none as well.
+    return jax.lax.fori_loop(0, jnp.sum(targets_N < num_rows), copy, cache)
 
 
 def dispatch_for(config: ModelConfig, num_rows: int) -> str:

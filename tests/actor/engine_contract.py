@@ -163,19 +163,25 @@ class EngineContract:
 
         async def run():
             await host.load(0)
-            swapped = False
+            swapped, answers = False, [[], [], []]
 
             async def keep_asking(seed):
-                results = [await converse(host.engine, seed)]
                 while not swapped:
-                    results.append(await converse(host.engine, seed))
-                return results
+                    answers[seed].append(await converse(host.engine, seed))
+
+            async def more(count):
+                wanted = [len(results) + count for results in answers]
+                while any(len(results) < least for results, least in zip(answers, wanted, strict=True)):
+                    await asyncio.sleep(0.001)
 
             callers = [asyncio.create_task(keep_asking(seed)) for seed in range(3)]
+            await more(1)
             for number in (1, 2, 1, 2):
                 await host.load(number)
+            await more(2)  # the first may have been sampled before the last swap
             swapped = True
-            return await asyncio.gather(*callers)
+            await asyncio.gather(*callers)
+            return answers
 
         for results in host.run(run()):
             assert {len(tokens) for tokens, _, _ in results} == {24}

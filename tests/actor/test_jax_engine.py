@@ -174,6 +174,29 @@ def test_a_serving_program_that_lies_is_refused(monkeypatch, fault):
     assert caught.value.reason == "continuation"
 
 
+@pytest.mark.parametrize("fault", ["", "temperature", "weights"])
+def test_a_proof_of_an_engine_whose_sequences_hardly_hold_the_canary(monkeypatch, fault):
+    """14 tokens: the continuation goes on from 10 of the canary's 12, and takes a pass of its own."""
+    engine = JaxEngine(MODEL, num_slots=2, max_tokens=14, canary_tolerance=1e-3)
+    decode = engine._programs.decode
+
+    def served(params, cache, block, *args, **kwargs):
+        if fault == "temperature":
+            block = block._replace(temperature_R=np.ones_like(block.temperature_R))
+        return decode(params, cache, block, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "_programs", engine._programs._replace(decode=served))
+    _, manifest, tensors = make_version(1)
+    tensors = old_version(tensors) if fault == "weights" else tensors
+    if not fault:
+        asyncio.run(engine.adopt(manifest, tensors))
+        assert engine.version == 1
+        return
+    with pytest.raises(WeightsMismatch) as caught:
+        asyncio.run(engine.adopt(manifest, tensors))
+    assert caught.value.reason == {"temperature": "continuation", "weights": "canary"}[fault]
+
+
 def test_wgt_10_a_swap_while_paused_aborts_nothing():
     """3 requests in flight at each of two swaps: 3 completed, none aborted, each with tokens of all 3 versions."""
 
@@ -232,8 +255,9 @@ def test_nothing_is_compiled_after_the_first_load():
 PROMPT = tuple(range(1, 30))
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:11]])
 @pytest.mark.parametrize("share", [True, False])
-def test_a_group_computes_its_prompt_once(monkeypatch, share):
+def test_a_group_computes_its_prompt_once(monkeypatch, share, prompt):
     async def run():
         engine = make_engine(share_prefixes=share)
         await load(engine, 0)
@@ -245,14 +269,14 @@ def test_a_group_computes_its_prompt_once(monkeypatch, share):
 
         monkeypatch.setattr(engine, "_programs", engine._programs._replace(prefill=counted))
         async with running(engine):
-            results = await asyncio.gather(*(converse(engine, seed, turns=(PROMPT,), length=4) for seed in range(4)))
+            results = await asyncio.gather(*(converse(engine, seed, turns=(prompt,), length=4) for seed in range(4)))
         return results, sum(prefilled), engine.counters.num_reused_tokens
 
     results, prefilled, reused = asyncio.run(run())
     for result in results:
         check_against_learner(result)
     assert len({tuple(result[0]) for result in results}) > 1
-    needed = len(PROMPT) - 1
+    needed = len(prompt) - 1
     assert reused == (3 * needed if share else 0)
     assert needed - 8 <= prefilled <= (1 if share else 4) * needed
 

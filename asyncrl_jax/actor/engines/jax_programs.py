@@ -77,7 +77,7 @@ class Programs(NamedTuple):
     decode: Callable[..., tuple[Sampled, KVCache]]
     prefill: Callable[..., KVCache]  # (params, cache, chunk)
     copy: Callable[..., KVCache]  # (cache, sources, targets)
-    score: Callable[..., jax.Array]  # (params, tokens_PT, temperature) → log-probs [P, T - 1] of tokens 1 to T - 1
+    score: Callable[..., jax.Array]  # (params, tokens_PT, temperature_PT) → log-probs [P, T - 1] of tokens 1 to T - 1
 
     def num_compiled(self) -> int:
         """Programs that were compiled in this process, all shapes."""
@@ -169,13 +169,12 @@ def programs_for(config: ModelConfig) -> Programs:
     def prefill(params: Params, cache: KVCache, chunk: Chunk) -> KVCache:
         return extend(merge(graph, params), *chunk, cache)[1]
 
-    def score(params: Params, tokens_PT: jax.Array, temperature: jax.Array) -> jax.Array:
+    def score(params: Params, tokens_PT: jax.Array, temperature_PT: jax.Array) -> jax.Array:
         decoder = merge(graph, params)
         positions_PT = jnp.broadcast_to(jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None], tokens_PT.shape)
         trunk = decoder.trunk(tokens_PT, positions_PT, jnp.ones_like(tokens_PT))
         targets_PT = jnp.roll(tokens_PT, -1, axis=1)
-        temperatures_PT = jnp.full(tokens_PT.shape, temperature)
-        scores = decoder.score(trunk.x_BTD, targets_PT, temperatures_PT, jnp.ones(tokens_PT.shape, bool))
+        scores = decoder.score(trunk.x_BTD, targets_PT, temperature_PT, jnp.ones(tokens_PT.shape, bool))
         return scores.logprobs[:, :-1]
 
     return Programs(

@@ -20,7 +20,8 @@ import numpy as np
 from asyncrl_jax.actor.engines.jax_programs import COPIED_ROWS, Block, Chunk, Shapes
 
 _FED_BY_DECODE = 8  # known tokens that take less in decode steps than in a chunk of their own
-_WORTH_A_COPY = 16  # tokens
+_WORTH_A_COPY = (4, 16)  # tokens: at least, and at most; between them a share of the row, which is copied as a whole
+_SHARE_OF_A_ROW = 16
 
 
 Work = TypeVar("Work", Block, Chunk)
@@ -49,6 +50,8 @@ class Slots:
         num_slots, shape_BS = shapes.num_slots, (shapes.num_slots, shapes.max_tokens)
         self._shapes = shapes
         self._memory = shapes.memory or shapes.max_tokens
+        fewest, most = _WORTH_A_COPY
+        self._worth_a_copy = min(most, max(fewest, shapes.max_tokens // _SHARE_OF_A_ROW))
         self.tokens_BS = np.zeros(shape_BS, np.int32)
         self.logprobs_BS = np.zeros(shape_BS, np.float32)
         self.versions_BS = np.zeros(shape_BS, np.int32)
@@ -161,7 +164,7 @@ class Slots:
         before = int(self.fed_B[slot])
         best = int(np.argmax(held_B))
         length = max(int(held_B[slot]), before)
-        if held_B[best] >= length + _WORTH_A_COPY:
+        if held_B[best] >= length + self._worth_a_copy:
             copies[slot] = best
             length = int(held_B[best])
         if length > before:
@@ -176,7 +179,7 @@ class Slots:
             return
         coming_B = np.minimum(_agreeing(self.tokens_BS, wanted), self.known_B - 1) * leads_B
         leader = int(np.argmax(coming_B))
-        if coming_B[leader] >= length + _WORTH_A_COPY:
+        if coming_B[leader] >= length + self._worth_a_copy:
             self._leader_B[slot], self._led_B[slot] = leader, coming_B[leader]
             self._led_turn_B[slot] = self._turn_B[leader]
 
