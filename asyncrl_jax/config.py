@@ -12,6 +12,7 @@ import typing
 from typing import Any
 
 from asyncrl_jax.config_actor import ActorConfig, VllmConfig
+from asyncrl_jax.config_agreement import check_deterministic, check_exploration, check_lag, check_sizes
 from asyncrl_jax.config_data import ArchiveConfig, ObserveConfig, PoolConfig
 from asyncrl_jax.config_distributed import DistributedConfig
 from asyncrl_jax.config_environment import EnvironmentConfig, RewardConfig, ToolsConfig
@@ -206,146 +207,10 @@ class Config:
         for name, value in flatten(self).items():
             numbers = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, float)]
             require(all(map(math.isfinite, numbers)), name, value, "a finite number")
-        lag = self.effective_lag
-        require(
-            self.weights.keep_versions > lag.token_updates // self.weights.publish_every_updates + 1,
-            "weights.keep_versions",
-            self.weights.keep_versions,
-            f"must exceed the lag bound of {lag.token_updates} updates",
-        )
-        require(
-            self.weights.publish_every_updates <= lag.actor_updates + 1,
-            "weights.publish_every_updates",
-            self.weights.publish_every_updates,
-            f"at most A + 1 = {lag.actor_updates + 1} in mode {self.mode}, or actors could never be fresh enough",
-        )
-        require(
-            self.mode == "async" or lag.semi_async_batches % self.weights.publish_every_updates == 0,
-            "weights.publish_every_updates",
-            self.weights.publish_every_updates,
-            f"must divide the {lag.semi_async_batches} batches that mode {self.mode} releases together",
-        )
-        require(
-            self.learner.replay_ratio <= lag.token_updates - lag.actor_updates + 1,
-            "learner.replay_ratio",
-            self.learner.replay_ratio,
-            f"at most N - A + 1 = {lag.token_updates - lag.actor_updates + 1}: later uses would break the lag bound",
-        )
-        tuning = self.orchestrator.tuning
-        require(
-            not tuning.enabled or self.mode == "async",
-            "orchestrator.tuning.enabled",
-            tuning.enabled,
-            f"N belongs to the mode in mode {self.mode}; use --config.mode=async",
-        )
-        require(
-            not tuning.enabled or tuning.min_token_updates >= lag.actor_updates + self.learner.replay_ratio - 1,
-            "orchestrator.tuning.min_token_updates",
-            tuning.min_token_updates,
-            f"at least lag.actor_updates + replay_ratio - 1 = {lag.actor_updates + self.learner.replay_ratio - 1}",
-        )
-        require(
-            self.learner.objective.correction != "none" or lag.token_updates == 0,
-            "learner.objective.correction",
-            "none",
-            f"lag.token_updates = {lag.token_updates} in mode {self.mode} lets in tokens of older policies; state how "
-            "they are corrected for",
-        )
-        require(
-            self.learner.groups_per_update_max == 0 or self.pool.size_updates == 0,
-            "learner.groups_per_update_max",
-            self.learner.groups_per_update_max,
-            f"0 with pool.size_updates = {self.pool.size_updates}: a pool that is kept full is no backlog",
-        )
-        require(
-            self.learner.advantage.overlong_buffer_tokens <= self.environment.max_tokens,
-            "learner.advantage.overlong_buffer_tokens",
-            self.learner.advantage.overlong_buffer_tokens,
-            f"at most environment.max_tokens = {self.environment.max_tokens}",
-        )
-        require(
-            self.pool.size_updates <= lag.token_updates - lag.actor_updates + 1,
-            "pool.size_updates",
-            self.pool.size_updates,
-            f"at most N - A + 1 = {lag.token_updates - lag.actor_updates + 1}: what waits longer breaks the lag bound",
-        )
-        require(
-            not self.deterministic or self.mode == "sync",
-            "deterministic",
-            True,
-            f"needs --config.mode=sync, not {self.mode}: elsewhere the order of arrival decides",
-        )
-        require(
-            not self.deterministic or self.actor.num_hosts == 1,
-            "deterministic",
-            True,
-            f"needs --config.actor.num_hosts=1, not {self.actor.num_hosts}: which host samples what is not fixed",
-        )
-        require(
-            not self.deterministic or self.pool.refill_groups_per_update == 0,
-            "deterministic",
-            True,
-            "needs --config.pool.refill_groups_per_update=0: which groups are replaced depends on who comes first",
-        )
-        exploration, objective = self.actor.exploration, self.learner.objective
-        require(
-            exploration.share == 0 or (objective.uses_weights and objective.weight_bound == "truncate"),
-            "actor.exploration.share",
-            exploration.share,
-            "0, or state how samples of another policy are weighed: --config.learner.objective.correction=interpolated "
-            "--config.learner.objective.weight_bound=truncate",
-        )
-        require(
-            not (self.deterministic and exploration.share and exploration.policy == "older"),
-            "deterministic",
-            True,
-            "needs --config.actor.exploration.policy=uniform: which version was evaluated last depends on time",
-        )
-        highest = self.actor.temperature * math.exp(exploration.temperature_jitter)
-        require(
-            self.actor.engine == "jax" or highest <= 2,
-            "actor.exploration.temperature_jitter",
-            exploration.temperature_jitter,
-            f"less: temperatures reach {highest:.2f}, and vLLM refuses those above 2",
-        )
-        require(
-            not (self.deterministic and self.reward.process.url),
-            "deterministic",
-            True,
-            "needs --config.reward.process.url=: what a server answers is not fixed by the seed",
-        )
-        require(
-            not (self.deterministic and self.reward.process.model) or self.orchestrator.agreement.action == "alarm",
-            "deterministic",
-            True,
-            "needs --config.orchestrator.agreement.action=alarm: when an actor hears of the others is not fixed",
-        )
-        require(
-            self.environment.max_tokens <= self.model.max_positions,
-            "environment.max_tokens",
-            self.environment.max_tokens,
-            f"at most model.max_positions = {self.model.max_positions}",
-        )
-        require(
-            self.learner.pack_tokens >= self.environment.max_tokens,
-            "learner.pack_tokens",
-            self.learner.pack_tokens,
-            f"at least environment.max_tokens = {self.environment.max_tokens}, or a trajectory fits no row",
-        )
-        require(
-            self.model.num_experts % self.mesh.expert == 0,
-            "mesh.expert",
-            self.mesh.expert,
-            f"must divide model.num_experts = {self.model.num_experts}",
-        )
-        for name, rows in (
-            ("learner.microbatch_rows", self.learner.microbatch_rows),
-            ("warm_start.batch_rows", self.warm_start.batch_rows),
-        ):
-            shards = self.mesh.batch_shards
-            require(
-                rows % shards == 0, name, rows, f"must be a multiple of mesh.data × mesh.fsdp × mesh.expert = {shards}"
-            )
+        check_lag(self)
+        check_deterministic(self)
+        check_exploration(self)
+        check_sizes(self)
         self._check_experts()
         self._check_fleet()
 
