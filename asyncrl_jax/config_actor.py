@@ -42,7 +42,7 @@ class ActorConfig:
     kv_tokens: int = setting(
         0, "no episode starts while the sequences that wait for tokens hold so many already; 0 for no limit"
     )
-    block_steps: int = setting(8, "decode steps of the JAX engine before it looks at its requests again, at most")
+    block_steps: int = setting(16, "decode steps of the JAX engine before it looks at its requests again, at most")
     prefill_tokens: int = setting(
         256, "tokens of prompts that the JAX engine computes between two blocks of decode steps"
     )
