@@ -16,7 +16,7 @@ from asyncrl_jax import exit_codes
 from asyncrl_jax.config import Config
 from asyncrl_jax.flags import config_from_flags, exit_with
 from asyncrl_jax.lifetime import die_with_parent, stop_on_signals
-from asyncrl_jax.local.environment import redis_password
+from asyncrl_jax.local.environment import take_redis_password
 from asyncrl_jax.transport.connection import RedisUnavailable, connect
 
 
@@ -44,7 +44,7 @@ def start() -> Role:
     run_dir = Path(config.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        password = redis_password(config.redis)
+        password = take_redis_password(config.redis)
         connect(config.redis, password).close()
     except (OSError, ValueError) as error:
         exit_with(str(error))

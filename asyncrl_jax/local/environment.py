@@ -39,6 +39,17 @@ def redis_password(config: RedisConfig) -> str | None:
     return password
 
 
+def take_redis_password(config: RedisConfig) -> str | None:
+    """The password, which from here on no child inherits: an actor's run other people's environments and tools.
+
+    Raises:
+      ValueError: as `redis_password`.
+    """
+    password = redis_password(config)
+    os.environ.pop(PASSWORD_VARIABLE, None)
+    return password
+
+
 def child_environment(base: Mapping[str, str]) -> dict[str, str]:
     """`base` with what the roles of a local run need; whatever the user has set stays as it is.
 

@@ -10,6 +10,7 @@ from asyncrl_jax.local.environment import (
     divide_cores,
     learner_environment,
     redis_password,
+    take_redis_password,
 )
 from asyncrl_jax.local.tail import last_lines
 
@@ -60,6 +61,12 @@ def test_the_password_comes_from_the_file_else_from_the_environment(tmp_path, mo
     assert redis_password(RedisConfig()) == "from the environment"
     monkeypatch.delenv(PASSWORD_VARIABLE)
     assert redis_password(RedisConfig()) is None
+
+
+def test_a_role_takes_the_password_so_that_none_of_its_children_has_it(monkeypatch):
+    monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
+    assert take_redis_password(RedisConfig()) == "secret"
+    assert PASSWORD_VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize("content", [None, "\n"])
