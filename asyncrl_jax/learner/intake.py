@@ -176,8 +176,12 @@ def traits_of(group: Group, advantage_eps: float) -> Traits:
 
 
 def _versions(group: Group) -> tuple[int, ...]:
-    """Those that the lag bound holds for: not an older policy's, which was to explore."""
-    return all_versions([t for t in group.trajectories if t.exploration != Exploration.OLDER])
+    """Those that the lag bound holds for: not an older policy's, which was to explore beside the newest one.
+
+    Where nothing is beside it, as in a partial group, the bound holds for it too: or the group would never be too old.
+    """
+    own = [t for t in group.trajectories if t.exploration != Exploration.OLDER]
+    return all_versions(own or group.trajectories)
 
 
 def all_versions(trajectories: Sequence[Trajectory]) -> tuple[int, ...]:

@@ -117,3 +117,12 @@ def test_what_another_policy_sampled_is_trained_on_and_says_nothing_of_this_one(
     assert pooled.versions == (0,), "the bound on lag holds for its own policy"
     assert sorted(seen) == [0, 9], "an unknown version would be let in"
     assert intake.next_update().means() == {"reward_all": 0.5, "success_all": 0.5, "trajectories_all": 2.0}
+
+
+def test_a_group_of_an_older_policy_alone_is_held_to_the_bound_as_any_other():
+    plain = group(0, [1.0, 0.0])
+    old = tuple(dataclasses.replace(t, exploration=Exploration.OLDER) for t in plain.trajectories)
+    intake, pool, _ = intake_of([dataclasses.replace(plain, trajectories=old, partial=True)], refill=0)
+    intake.pool_new(0)
+    (pooled,) = pool.all()
+    assert pooled.versions == (0,), "it has no age, and never expires"
