@@ -239,7 +239,7 @@ class Config:
         scale, fleet = self.orchestrator.autoscale, self.orchestrator.fleet
         for one in fleet.host_classes:
             if one.actor:
-                self.actor_of(one.name)
+                self.as_seen_by(f"{one.name}-0")  # or its actors would be the first to find what does not go together
         least, need = fleet.least_members, "at least what orchestrator.fleet.classes ask for, together"
         require(self.actor.num_hosts >= least, "actor.num_hosts", self.actor.num_hosts, f"{need}: {least}")
         if not scale.enabled:
