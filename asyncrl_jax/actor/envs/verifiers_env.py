@@ -40,10 +40,10 @@ class RubricMeans:
         self._sums: dict[str, float] = collections.defaultdict(float)
         self._counts: collections.Counter[str] = collections.Counter()
 
-    def add(self, metrics: Mapping[str, float]) -> None:
+    def add(self, metrics: Mapping[str, Any]) -> None:
         """Counts one episode; what is no number is left out."""
         for name, value in metrics.items():
-            if not math.isfinite(value):
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
                 continue
             self._sums[name] += value
             self._counts[name] += 1
@@ -112,7 +112,10 @@ def check_starts(config: EnvironmentConfig) -> str:
 
 def _source(name: str, module: str) -> str:
     """A hash of the environment's code, without running it."""
-    spec = importlib.util.find_spec(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # of the package that a dotted name says it is in; of an empty name
+        spec = None
     if spec is None or spec.origin is None:
         raise ValueError(f"--config.environment.name={name}: no module {module} here; install the environment")
     found = Path(spec.origin)

@@ -28,6 +28,12 @@ def test_what_is_missing_is_named_with_the_way_out(monkeypatch):
         assert "--config.environment.arguments=" in refused(monkeypatch, {"environment.arguments": wrong})
 
 
+@pytest.mark.parametrize("environment_id", ["", "no_such.inner"])
+def test_an_id_that_names_no_module_is_refused_in_words(environment_id):
+    with pytest.raises(ValueError, match=rf"environment.name=verifiers:{environment_id}: no module"):
+        verifiers_env._source(f"verifiers:{environment_id}", module_name(environment_id))
+
+
 def test_an_id_names_a_module_as_the_package_finds_it():
     assert module_name("owner/word-le@0.2") == module_name("word-le") == "word_le"
 
@@ -35,6 +41,6 @@ def test_an_id_names_a_module_as_the_package_finds_it():
 def test_means_are_of_the_episodes_since_they_were_last_asked_for():
     means = RubricMeans()
     means.add({"right": 1.0, "odd": float("nan")})
-    means.add({"right": 0.0})
+    means.add({"right": 0.0, "odd": None, "words": "many"})
     assert means.take() == {"rubric/right": 0.5}
     assert means.take() == {}
