@@ -2,9 +2,9 @@
 
 * Jitter: each member's temperature is the ticket's times e^u, u uniform within ±`temperature_jitter`. Its log-probs are
   those at its own temperature, and the learner computes its at the same.
-* A share of members is sampled by another policy: `uniform` over the vocabulary, or `older`, the version that was
-  evaluated last, in the evaluation's engine. They are tagged; the learner weighs them by truncated importance and
-  counts them apart.
+* A share of members is sampled by another policy: `uniform` over the vocabulary, or `older`, the version that this
+  host evaluated last, in the evaluation's engine: none before its first evaluation. They are tagged; the learner weighs
+  them by truncated importance and counts them apart.
 
 All is drawn from the ticket's seed.
 """

@@ -14,10 +14,13 @@ from asyncrl_jax.config_file import read_config
 from asyncrl_jax.learner.quality import Band, Kept, Sample, quality_filter
 from asyncrl_jax.transport.archive import read_groups
 from asyncrl_jax.transport.demonstrations import Demonstration, DemonstrationSet, save_demonstrations
+from asyncrl_jax.types import Exploration
 
 
 def archived_samples(archive: Path, from_update: int = 0) -> list[Sample]:
     """Every trajectory of the groups that an archive holds, in the order of their tickets, each group once.
+
+    But for those of a uniform policy: its words are nobody's, neither to be imitated nor to be unlearnt.
 
     Args:
       archive: directory of `groups-*.avro` and `held-*.avro`.
@@ -33,6 +36,7 @@ def archived_samples(archive: Path, from_update: int = 0) -> list[Sample]:
         Sample(group.ticket.task, trajectory)
         for ticket_id, group in sorted(groups.items(), key=lambda item: tuple(map(int, item[0].split("-"))))
         for trajectory in group.trajectories
+        if trajectory.exploration != Exploration.UNIFORM
     ]
 
 

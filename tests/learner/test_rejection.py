@@ -1,5 +1,7 @@
 """Rejection sampling: from the archive of a run to demonstrations, and what the supervised step makes of them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from asyncrl_jax.learner.supervised import imitation_terms
 from asyncrl_jax.learner.warm_start import warm_start
 from asyncrl_jax.transport.archive import ArchivedGroup, write_groups
 from asyncrl_jax.transport.demonstrations import read_demonstrations
-from asyncrl_jax.types import Group
+from asyncrl_jax.types import Exploration, Group
 from tests.builders import make_ticket, make_trajectory
 
 REWARDS = (1.0, 0.75, 0.0, 0.0)
@@ -64,6 +66,22 @@ def test_the_filter_depends_on_the_archive_alone_and_can_leave_out_its_beginning
     for output in outputs:
         filter_run(run_dir, output, 20, identity="what-tasks")
     assert read_demonstrations(outputs[0]) == read_demonstrations(outputs[1])
+
+
+def test_what_a_uniform_policy_said_is_neither_imitated_nor_avoided(run_dir):
+    row = archived(20, 2)
+    first, *others = row.group.trajectories
+    group = dataclasses.replace(
+        row.group,
+        trajectories=(
+            dataclasses.replace(first, exploration=Exploration.UNIFORM),
+            dataclasses.replace(others[0], exploration=Exploration.OLDER),
+            *others[1:],
+        ),
+    )
+    write_groups(run_dir / "archive" / "groups-0-3.avro", [dataclasses.replace(row, group=group)])
+    samples = archived_samples(run_dir / "archive", from_update=2)
+    assert [s.trajectory.reward for s in samples] == list(REWARDS[1:])
 
 
 def test_without_negatives_nothing_is_avoided(run_dir):
