@@ -71,7 +71,7 @@ def split_steps(columns: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]
         if len(own_ends) == 0:
             steps.append({})
             continue
-        rising = own_ends[0] > 0 and (np.diff(own_ends) > 0).all() and own_ends[-1] <= lengths_G[g]
+        rising = own_ends[0] > 0 and (own_ends[1:] > own_ends[:-1]).all() and own_ends[-1] <= lengths_G[g]
         if not (rising and columns["loss_mask"][starts[g] + own_ends - 1].all()):
             raise BadColumn("bad_step_ends", f"trajectory {g}: {own_ends[:9].tolist()} are no ends of sampled steps")
         steps.append({"step_scores": scores_K[first:last], "step_ends": own_ends})

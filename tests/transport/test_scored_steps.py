@@ -69,6 +69,7 @@ def test_steps_that_cannot_be_are_refused_before_they_are_sent(
         ("num_steps", np.zeros(0, "<i4"), "length_mismatch"),
         ("step_scores", np.array([np.nan, 0.5], "<f4"), "bad_step_scores"),
         ("step_ends", np.array([3, 2**31 - 1], "<i4"), "bad_step_ends"),
+        ("step_ends", np.array([3, -(2**31)], "<i4"), "bad_step_ends"),  # their difference overflows
     ],
 )
 def test_steps_on_the_wire_are_not_trusted(make_ticket, make_group, make_trajectory, limits, column, value, reason):
