@@ -191,7 +191,7 @@ async def _once(ready: asyncio.Task[None], part: Coroutine[Any, Any, None]) -> N
     """Runs a part from when `ready` has ended."""
     try:
         await asyncio.shield(ready)
-    except asyncio.CancelledError:
+    except BaseException:  # a cancellation among them
         part.close()
         ready.cancel()
         raise

@@ -13,7 +13,7 @@ from engine_setup import MAX_TOKENS, MODEL, full_logprobs, make_version
 
 from asyncrl_jax.actor.envs import registry
 from asyncrl_jax.actor.envs.arithmetic import Arithmetic
-from asyncrl_jax.actor.loop import run_actor
+from asyncrl_jax.actor.loop import _once, run_actor
 from asyncrl_jax.actor.refresh import WeightsRefused
 from asyncrl_jax.config import Config, RedisConfig, override
 from asyncrl_jax.observe.metrics import read_rows
@@ -373,3 +373,19 @@ def test_a_model_too_small_for_the_environment_is_the_users_error(run):
         run_actor(override(run.config, {"environment.name": "chess"}), run.directory, run.password, "a", run.stop)
     run.thread.start()
     run.stop.set()
+
+
+def test_a_part_whose_environments_cannot_start_says_why_and_leaves_nothing_behind():
+    async def start():
+        raise OSError("no more processes")
+
+    async def part():
+        raise AssertionError("ran without its environments")
+
+    async def play():
+        waiting = part()
+        with pytest.raises(OSError, match="no more processes"):
+            await _once(asyncio.create_task(start()), waiting)
+        assert waiting.cr_frame is None, "it is never awaited"
+
+    asyncio.run(play())
