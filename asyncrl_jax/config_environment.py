@@ -86,6 +86,9 @@ class EnvironmentConfig:
         need = "at least 1: verifiers environments take over the signals of their process"
         own = not self.name.startswith("verifiers:") or self.processes >= 1
         require(own, "environment.processes", self.processes, need)
+        asked = self.name != "arithmetic" and not self.name.startswith(("agent:", "verifiers:"))
+        need = f"empty: {self.name} puts its questions itself, and would not see them"
+        require(asked or not self.prompt_variants, "environment.prompt_variants", self.prompt_variants, need)
         if self.turn_delay_s:
             try:
                 parse(self.turn_delay_s)

@@ -166,6 +166,10 @@ def test_a_gymnasium_environment_of_text_is_played():
         ({"environment.name": "chess"}, "environment.name=chess: not known"),
         ({"environment.arguments": "{}"}, "arguments={}: arithmetic takes none; gymnasium:<id> and verifiers:<id> do"),
         ({"environment.name": "verifiers:x", "environment.processes": 0}, "processes=0: at least 1: verifiers env"),
+        (
+            {"environment.prompt_variants": "a.json"},
+            "prompt_variants=a.json: empty: arithmetic puts its questions itself",
+        ),
         ({"environment.name": "code", "tools.names": ("abacus",)}, "no tool 'abacus'"),
         ({"environment.name": "code"}, "model.vocab_size=32: environment code has 258 tokens"),
         ({"environment.name": "code", "environment.tokenizer": "/nowhere"}, "no tokenizer there"),
