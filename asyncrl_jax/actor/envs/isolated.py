@@ -331,7 +331,8 @@ class EnvironmentProcesses:
         await asyncio.gather(*(process.close() for process in [*self.running, *self._leaving]))
 
     async def _fill(self) -> None:
-        self._leaving |= {process for process in self.running if process.retired}
+        known = [*self._leaving, *self.running]
+        self._leaving = {process for process in known if process.retired and not process.ended}
         self.running = [process for process in self.running if not (process.ended or process.retired)]
         while len(self.running) < self._num_processes:
             self.running.append(await self._start())

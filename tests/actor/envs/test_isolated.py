@@ -209,6 +209,22 @@ def test_one_that_is_closed_while_it_starts_leaves_no_process():
     assert play(script) == usage_of(os.getpid()).processes
 
 
+def test_one_that_was_replaced_is_forgotten_once_it_has_ended():
+    async def script(tasks):
+        processes = tasks.processes
+        await processes.start()
+        (ended,) = processes.running
+        ended.retired = True
+        await ended.close()
+        await processes.start()
+        (leaving,) = processes.running
+        leaving.retired = True
+        await processes.start()
+        return processes._leaving == {leaving}, len(processes.running)
+
+    assert play(script) == (True, 1)
+
+
 def test_several_processes_share_the_episodes():
     async def script(tasks):
         return {pid for pid, _ in await asyncio.gather(*(episode(tasks, WAITS) for _ in range(6)))}
