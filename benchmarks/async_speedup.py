@@ -12,6 +12,8 @@ episode's seed, so they do not depend on the mode.
   weights than the newest, which counts against it.
 * Wall-clock is from the end of update `FIRST` (everything is compiled by then) to the gate. A sync run is stopped
   there; an async one goes on to its end, for the figures of a learner in motion.
+* In async the learner has a core for itself, as it has an accelerator elsewhere; in sync, where each side waits for the
+  other, both have all cores. The learner that is fed from an archive has all as well.
 * Slots are as many as an update has trajectories, in both; hosts play more episodes than that in async, where an
   episode whose environment thinks lends its slot.
 
@@ -45,11 +47,11 @@ from asyncrl_jax.observe.metrics import read_rows
 from ._runs import interval, run
 
 GATE, WINDOW, FIRST = 0.9, 8, 3
-UPDATES = 120
+UPDATES = 100
 SIGMA = math.log(10) / 2.3263  # the 99th percentile is ten times the median
 LIMIT_S, STOP_LIMIT_S = 1800.0, 60.0  # of one run, and of its stop
 
-MODEL = ["--config.model.num_layers=4", "--config.model.hidden_dim=128", "--config.model.head_dim=32"]
+MODEL = ["--config.model.num_layers=6", "--config.model.hidden_dim=128", "--config.model.head_dim=32"]
 TASK = ["--config.environment.level_weights=1,1", "--config.environment.call_timeout_s=600"]
 COMMON = [
     *MODEL,
@@ -68,13 +70,14 @@ MODES = {
     "sync": ["--config.mode=sync", "--config.lag.straggler_wait_s=600"],
     "async": [
         "--config.mode=async",
+        "--config.learner.cpu_cores=1",
         "--config.actor.episodes=384",
         "--config.lag.actor_updates=1",
-        "--config.lag.token_updates=8",
+        "--config.lag.token_updates=10",
         "--config.lag.straggler_policy=partial",
         "--config.lag.straggler_wait_s=0.1",
         "--config.weights.publish_every_updates=2",
-        "--config.weights.keep_versions=12",
+        "--config.weights.keep_versions=14",
     ],
 }
 
