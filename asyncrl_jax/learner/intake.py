@@ -59,6 +59,7 @@ class Intake:
       known_version: whether a version number was ever announced; a token of any other version is refused.
       refill_groups: zero-variance groups that may be left out before one update.
       advantage_eps: as in the loss.
+      explores: whether samples of another policy were asked for; without, one is refused, since nothing would weigh it.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Intake:
         *,
         refill_groups: int = 0,
         advantage_eps: float = 1e-6,
+        explores: bool = False,
     ):
         self._reader = reader
         self._limits = limits
@@ -77,6 +79,7 @@ class Intake:
         self._known_version = known_version
         self._refill_groups = refill_groups
         self._advantage_eps = advantage_eps
+        self._explores = explores
         self._refilled = 0  # zero-variance groups left out since the last update
         self._counted: set[str] = set()  # tickets whose arrival an earlier process has counted
         self.progress = Progress()
@@ -144,6 +147,9 @@ class Intake:
     def _decode(self, entry: Entry) -> PooledGroup | None:
         try:
             group = entry.decode(self._limits)
+            if not self._explores and any(t.exploration is not None for t in group.trajectories):
+                detail = "samples of another policy, and actor.exploration.share is 0"
+                raise InvalidGroup("bad_exploration", detail, group.ticket.ticket_id)
             versions = _versions(group)
             unknown = [v for v in all_versions(group.trajectories) if not self._known_version(v)]
             if unknown:

@@ -81,6 +81,7 @@ class Learner:
             self.knows_version,
             refill_groups=config.pool.refill_groups_per_update,
             advantage_eps=config.learner.advantage.eps,
+            explores=config.actor.exploration.share > 0,
         )
         self.progress = self.intake.progress
         self.line = 0

@@ -11,6 +11,7 @@ from asyncrl_jax.transport.scored_steps import BadColumn
 from asyncrl_jax.types import Exploration, Trajectory
 
 EXPLORED_COLUMNS = {"temperatures": "<f4", "explored": "u1"}
+_COLDEST, _HOTTEST = 1e-3, 1e3  # logits divided by less would overflow
 _KINDS = (None, *Exploration)  # the wire holds positions in it; new kinds join at the end
 
 
@@ -34,8 +35,8 @@ def split_explored(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
       columns: of `EXPLORED_COLUMNS`, and lengths [G].
 
     Raises:
-      BadColumn: reason "bad_exploration", for another length, a temperature that is below 0 or not finite, or a kind
-        that is not known.
+      BadColumn: reason "bad_exploration", for another length, a temperature that no softmax takes, or a kind that is
+        not known.
     """
     temperatures_G, kinds_G = columns["temperatures"], columns["explored"]
     num_members = len(columns["lengths"])
@@ -46,7 +47,7 @@ def split_explored(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
         raise BadColumn("bad_exploration", detail)
     fields = []
     for temperature, kind in zip(temperatures_G.tolist(), kinds_G.tolist(), strict=True):
-        if not (0 <= temperature < np.inf and kind < len(_KINDS)):  # NaN is not
+        if not ((temperature == 0 or _COLDEST <= temperature <= _HOTTEST) and kind < len(_KINDS)):  # NaN is not
             raise BadColumn("bad_exploration", f"temperature {temperature}, kind of exploration {kind}")
         fields.append({"temperature": temperature or None, "exploration": _KINDS[kind]})
     return fields

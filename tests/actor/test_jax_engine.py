@@ -144,6 +144,7 @@ def test_wgt_05_wgt_07_wrong_weights_are_refused_and_the_old_ones_go_on(mutate, 
         "stale weights",
         "stale prompts",
         "prompts of the wrong slots",
+        "a block's keys are lost",
     ],
 )
 def test_a_serving_program_that_lies_is_refused(monkeypatch, fault):
@@ -155,7 +156,10 @@ def test_a_serving_program_that_lies_is_refused(monkeypatch, fault):
             block = block._replace(temperature_R=np.ones_like(block.temperature_R))
         if fault == "stale weights":
             params = stale
+        before = jax.tree.map(lambda array: array.copy(), cache)
         sampled, cache = decode(params, cache, block, *args, **kwargs)
+        if fault == "a block's keys are lost":
+            cache = before
         if fault == "log-probs of the step before":
             sampled = sampled._replace(logprobs_NR=np.roll(np.asarray(sampled.logprobs_NR), 1, axis=0))
         return sampled, cache

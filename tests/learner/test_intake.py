@@ -33,6 +33,8 @@ class Queue:
         @dataclasses.dataclass
         class Read:
             group: Group
+            partition: int = 0
+            entry_id: str = "1-0"
 
             def decode(self, limits):
                 return self.group
@@ -47,7 +49,7 @@ class Queue:
 def intake_of(groups: list[Group], refill: int) -> tuple[Intake, Pool, Queue]:
     queue, pool = Queue(groups), Pool(1, PoolConfig())
     limits = Limits(max_message_bytes=10**6, max_tokens=64, vocab_size=32, max_group_size=8)
-    return Intake(queue, limits, pool, lambda version: True, refill_groups=refill), pool, queue
+    return Intake(queue, limits, pool, lambda version: True, refill_groups=refill, explores=True), pool, queue
 
 
 HOPELESS, SOLVED, MIXED = [0.0, 0.0], [1.0, 1.0], [1.0, 0.0]
@@ -126,3 +128,16 @@ def test_a_group_of_an_older_policy_alone_is_held_to_the_bound_as_any_other():
     intake.pool_new(0)
     (pooled,) = pool.all()
     assert pooled.versions == (0,), "it has no age, and never expires"
+
+
+def test_a_sample_of_another_policy_is_refused_where_none_was_asked_for():
+    """Its tag would take it out of the bound on lag, and nothing would weigh it."""
+    plain = group(0, [1.0, 0.0])
+    tagged = dataclasses.replace(plain.trajectories[1], exploration=Exploration.OLDER)
+    one = dataclasses.replace(plain, trajectories=(plain.trajectories[0], tagged))
+    queue, pool, refused = Queue([one]), Pool(1, PoolConfig()), []
+    queue.dead_letter = lambda entry, reason, detail, ticket_id: refused.append((reason, ticket_id))
+    limits = Limits(max_message_bytes=10**6, max_tokens=64, vocab_size=32, max_group_size=8)
+    Intake(queue, limits, pool, lambda version: True).pool_new(0)
+    assert refused == [("bad_exploration", "1-0")]
+    assert not pool.all()

@@ -28,7 +28,7 @@ def test_what_a_member_was_sampled_with_comes_back(explored, limits, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": float("inf")}]
+    "changes", [{"temperature": value} for value in (-1.0, 1e-40, 1e9, float("nan"), float("inf"))]
 )
 def test_a_temperature_that_cannot_be_is_refused_before_it_is_sent(explored, limits, changes):
     first = dataclasses.replace(explored.trajectories[0], **changes)
