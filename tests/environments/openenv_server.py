@@ -23,9 +23,9 @@ class Guessing(Environment):
         self._state = State()
 
     def reset(self, seed=None, episode_id=None, **kwargs):
-        self._number = random.Random(seed).randrange(100)
+        self._number = random.Random(seed).randrange(10**6)
         self._state = State(step_count=0)
-        return Hint(text=f"a number below 100, digit sum {sum(map(int, str(self._number)))}", done=False)
+        return Hint(text=f"a number that ends in {self._number % 1000:03}", done=False)
 
     def step(self, action, **kwargs):
         if action.text == "cheat":

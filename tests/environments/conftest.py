@@ -6,5 +6,5 @@ sys.path.insert(0, str(Path(__file__).parent))  # environments that processes im
 
 if (
     importlib.util.find_spec("verifiers") is None
-):  # `make test`; in the environment of `make test-verifiers` it is there
+):  # `make test`; in the environment of `make test-environments` it is there
     collect_ignore_glob = ["test_*.py"]
