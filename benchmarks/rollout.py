@@ -5,7 +5,8 @@
 Every engine runs in processes of its own, pinned to one core, with the interpreter of an environment that has it; one
 that is not named is left out. Tokens a second are those of a CPU second of all of an engine's processes: on an idle
 core the same as those of the clock, or more where an engine waits, and what others have of a busy core counts for
-nobody. `ratio_to_vllm` and `ratio_to_tunix` are the JAX engine's over theirs. The last line is JSON.
+nobody. The engines take turns twice, and the better rate of each counts. `ratio_to_vllm` and `ratio_to_tunix` are the
+JAX engine's over theirs. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from ._core import pin_to_one_core
 
 ROOT = Path(__file__).parents[1]
+ROUNDS = 2  # in which the engines take turns: a core's clock drifts by a tenth within minutes
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "JAX_PLATFORMS": "cpu",
@@ -37,6 +39,11 @@ def measure(python: str, engine: str, directory: str, repeats: int) -> dict[str,
     result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     print(json.dumps({engine: result}), flush=True)
     return result
+
+
+def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The higher rates of two rounds; what is no rate is the later one's."""
+    return other | {name: max(one[name], rate) for name, rate in other.items() if isinstance(rate, float)}
 
 
 def main() -> int:
@@ -55,10 +62,12 @@ def main() -> int:
             cwd=ROOT,
             env=os.environ | ONE_THREAD | {"PYTHONPATH": str(ROOT)},
         )
-        results = {"jax": measure(sys.executable, "jax", directory, args.repeats)}
-        for engine, python in (("vllm", args.vllm), ("tunix", args.tunix)):
-            if python:
-                results[engine] = measure(python, engine, directory, args.repeats)
+        results: dict[str, dict[str, Any]] = {}
+        for _ in range(ROUNDS):
+            for engine, python in (("jax", sys.executable), ("vllm", args.vllm), ("tunix", args.tunix)):
+                if python:
+                    found = measure(python, engine, directory, args.repeats)
+                    results[engine] = better(results[engine], found) if engine in results else found
     own = results["jax"]["tokens_per_s"]
     ratios = {f"ratio_to_{name}": own / other["tokens_per_s"] for name, other in results.items() if name != "jax"}
     print(json.dumps(ratios | results))
