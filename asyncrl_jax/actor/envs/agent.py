@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 import logging
 import math
@@ -28,6 +27,7 @@ import xxhash
 from asyncrl_jax.actor.chat.endpoint import Answer, Conversation, Endpoint, Request
 from asyncrl_jax.actor.chat.formats import ChatFormat, plain_text
 from asyncrl_jax.actor.envs.base import Observation, Score
+from asyncrl_jax.actor.envs.user_code import user_code
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import Task
 
@@ -50,12 +50,8 @@ def agent_program(address: str) -> AgentProgram:
     Raises:
       ValueError: if there is no such function.
     """
-    module, _, attribute = address.partition(":")
-    try:
-        function: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--config.environment.name=agent:{address}: {error}") from error
     name = f"agent:{address}"
+    function = user_code(name)
     source = xxhash.xxh3_64_hexdigest(inspect.getsource(function).encode())
 
     async def play(task: Task, base_url: str, api_key: str) -> Any:

@@ -11,15 +11,14 @@ def double(seed: int, level: int) -> tuple[str, Callable[[str], float]]:
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import xxhash
 
 from asyncrl_jax.actor.chat.messages import Message
 from asyncrl_jax.actor.envs.text import TextEnvironment, TextObservation, TextScore
+from asyncrl_jax.actor.envs.user_code import user_code
 from asyncrl_jax.actor.tools.base import Tool
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import Task
@@ -43,12 +42,8 @@ class FunctionTasks:
         Raises:
           ValueError: if there is no such function.
         """
-        module, _, attribute = address.partition(":")
-        try:
-            function: Any = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"--config.environment.name=function:{address}: {error}") from error
         self.name = f"function:{address}"
+        function = user_code(self.name)
         self.num_levels = num_levels
         self.function: TaskFunction = function
         self.identity = f"{self.name}-{xxhash.xxh3_64_hexdigest(inspect.getsource(function).encode())}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from typing import Any
 
 from asyncrl_jax.actor.envs.text import TextEnvironmentFactory
+from asyncrl_jax.actor.envs.user_code import user_code
 
 _MEMBERS = ("name", "num_levels", "identity", "limits_own_score", "tools")
 
@@ -50,11 +50,7 @@ def third_party_factory(name: str, num_levels: int, arguments: str = "") -> Text
 
 def _own_factory(address: str) -> TextEnvironmentFactory:
     """The user's own `TextEnvironmentFactory` at `module:name`."""
-    module, _, attribute = address.partition(":")
-    try:
-        factory: TextEnvironmentFactory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--config.environment.name=text:{address}: {error}") from error
+    factory: TextEnvironmentFactory = user_code(f"text:{address}")
     missing = [member for member in _MEMBERS if not hasattr(factory, member)]
     if missing or factory.name != f"text:{address}":
         detail = f"it has no {', '.join(missing)}" if missing else f"its name is {factory.name!r}"
