@@ -105,6 +105,10 @@ class LagConfig:
         "expire",
         "then: expire (the group is dropped), mask (its over-age tokens are) or partial (its late members are)",
     )
+    straggler_lead_updates: int = setting(
+        0,
+        "policy partial: late members are given up already this many updates before the one that would wait for them",
+    )
     ticket_timeout_s: float = setting(
         1800.0, "seconds without an answer after which a running ticket is given up as failed, and replaced; 0: never"
     )
@@ -125,6 +129,14 @@ class LagConfig:
             "lag.straggler_policy",
             self.straggler_policy,
             "expire, mask or partial",
+        )
+        lead = self.straggler_lead_updates
+        require(lead >= 0, "lag.straggler_lead_updates", lead, "at least 0")
+        require(
+            lead == 0 or self.straggler_policy == "partial",
+            "lag.straggler_lead_updates",
+            lead,
+            f"only policy partial gives members up; lag.straggler_policy is {self.straggler_policy}",
         )
         require(self.ticket_timeout_s >= 0, "lag.ticket_timeout_s", self.ticket_timeout_s, "at least 0; 0 for never")
         require(self.slack_groups >= 0, "lag.slack_groups", self.slack_groups, "at least 0")

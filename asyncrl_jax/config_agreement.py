@@ -42,6 +42,13 @@ def check_lag(config: Config) -> None:
         f"at most N - A + 1 = {lag.token_updates - lag.actor_updates + 1}: later uses would break the lag bound",
     )
     tuning = config.orchestrator.tuning
+    least = tuning.min_token_updates if tuning.enabled else lag.token_updates
+    require(
+        lag.straggler_lead_updates == 0 or lag.straggler_lead_updates < least - lag.actor_updates,
+        "lag.straggler_lead_updates",
+        lag.straggler_lead_updates,
+        f"less than N - A = {least - lag.actor_updates}, or groups would be cut short as soon as they start",
+    )
     require(
         not tuning.enabled or config.mode == "async",
         "orchestrator.tuning.enabled",

@@ -43,8 +43,7 @@ from typing import Any, NamedTuple
 from asyncrl_jax.config_file import read_config
 from asyncrl_jax.local.environment import child_environment, learner_environment
 from asyncrl_jax.observe.metrics import read_rows
-
-from ._runs import interval, run
+from benchmarks._runs import interval, run
 
 GATE, WINDOW, FIRST = 0.9, 8, 3
 UPDATES = 100
@@ -76,6 +75,7 @@ MODES = {
         "--config.lag.token_updates=10",
         "--config.lag.straggler_policy=partial",
         "--config.lag.straggler_wait_s=0.1",
+        "--config.lag.straggler_lead_updates=1",
         "--config.weights.publish_every_updates=2",
         "--config.weights.keep_versions=14",
     ],

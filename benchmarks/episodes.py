@@ -44,8 +44,7 @@ from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.server import Server, start_server
 from asyncrl_jax.types import Group, LearnerState, Task, Ticket
-
-from ._slow_environment import MEDIAN_VARIABLE, SLOW
+from benchmarks._slow_environment import MEDIAN_VARIABLE, SLOW
 
 GROUP_SIZE = 4
 DELAY_TURNS = 5.0  # median delay, in turns of the engine

@@ -28,9 +28,8 @@ from asyncrl_jax.simulate.calibrate import calibrate
 from asyncrl_jax.simulate.inputs import Inputs
 from asyncrl_jax.simulate.simulation import simulate
 from asyncrl_jax.transport.archive import read_groups
-
-from ._runs import run
-from .async_speedup import SIGMA
+from benchmarks._runs import run
+from benchmarks.async_speedup import SIGMA
 
 SLOTS = 320  # more than are ever needed: nobody waits for one
 

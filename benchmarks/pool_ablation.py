@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_jax.observe.metrics import read_rows
-
-from ._runs import crossing, interval, run
+from benchmarks._runs import crossing, interval, run
 
 ARMS = {
     "fifo": ["--config.pool.draw=fifo"],

@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable
 
 from asyncrl_jax.actor.envs.isolated import IsolatedTasks, IsolationLimits
 from asyncrl_jax.types import Task
-
-from ._slow_environment import SLOW
+from benchmarks._slow_environment import SLOW
 
 
 async def episode(tasks: IsolatedTasks, index: int) -> None:

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ._core import pin_to_one_core
+from benchmarks._core import pin_to_one_core
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 2  # in which the engines take turns: a core's clock drifts by a tenth within minutes

@@ -102,6 +102,8 @@ def train(learner: Learner) -> None:
         started = time.monotonic()
         seed = derive_seed(learner.config.seed, "update", learner.update)
         learner.log_redo(batch, seed)
+        if learner.lag.straggler_lead_updates:
+            _give_up(learner, _running(learner, due=learner.update + learner.lag.straggler_lead_updates))
         values = learner.apply(batch, seed, learner.directives.learning_rate_scale)
         learner.publish_if_due()
         learner.announce_state()
@@ -154,7 +156,7 @@ def _collect(learner: Learner) -> list[Drawn] | None:
         expire(learner)
         now = time.monotonic()
         if len(learner.pool) >= learner.config.learner.groups_per_update:
-            late = _stragglers(learner)
+            late = _running(learner, due=learner.update)
             if waited_for_stragglers_since is None:
                 waited_for_stragglers_since = now
             waited_s = now - waited_for_stragglers_since
@@ -184,19 +186,26 @@ def _patience_s(learner: Learner, late: set[str], waited_s: float) -> float:
     wait_s = learner.lag.straggler_wait_s
     if learner.lag.straggler_policy != "partial":
         return wait_s
-    if waited_s >= wait_s and not late <= learner.cut:
-        log.warning("tickets %s wait no longer for late members", sorted(late - learner.cut)[:8])
-        learner.cut |= late
-        learner.steering.cut(late)
+    if waited_s >= wait_s:
+        _give_up(learner, late)
     return wait_s + PARTIAL_BEATS * learner.config.actor.heartbeat_s
 
 
-def _stragglers(learner: Learner) -> set[str]:
-    """Running tickets that could not be trained on after this update."""
+def _give_up(learner: Learner, late: set[str]) -> None:
+    """Tells actors to send running tickets without the members that are not done, once for each ticket."""
+    learner.cut &= learner.ledger.live().keys()
+    if new := late - learner.cut:
+        log.info("tickets %s wait no longer for late members", sorted(new)[:8])
+        learner.cut |= new
+        learner.steering.cut(new)
+
+
+def _running(learner: Learner, due: int) -> set[str]:
+    """Running tickets that could not be trained on after update `due`."""
     return {
         ticket_id
         for ticket_id, live in learner.ledger.live().items()
-        if live.state == "issued" and live.ticket.line == learner.line and live.ticket.deadline <= learner.update
+        if live.state == "issued" and live.ticket.line == learner.line and live.ticket.deadline <= due
     }
 
 

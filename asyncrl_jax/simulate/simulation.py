@@ -310,7 +310,8 @@ class Simulation:
             patience = self._lag.straggler_wait_s
             if self._lag.straggler_policy == "partial":
                 if waited >= patience and not self._cut:
-                    self._cut_late()
+                    self._cut = True
+                    self._give_up(due_by=self.update)
                 patience += _PARTIAL_BEATS * self._config.actor.heartbeat_s
             if waited < patience - 1e-9:
                 if self._waited_for != self.update:
@@ -323,6 +324,8 @@ class Simulation:
         self.spent.straggler_s += self.now - self._enough_at
         self._refilled = 0
         self.trainer.begin(self.update)
+        if self._lag.straggler_lead_updates and self._inputs.deadlines:
+            self._give_up(due_by=self.update + self._lag.straggler_lead_updates)
         ends = self.now + max(self._draws.update_s(self.update), 1e-6)
         if (self.update + 1) % self._config.weights.publish_every_updates == 0:
             ends = max(ends, self.versions.announced_at)  # the version before is announced first
@@ -334,12 +337,11 @@ class Simulation:
             if not self.trainer.batch and self._cut:
                 self._at(self.now + _PARTIAL_BEATS * self._config.actor.heartbeat_s, "waited", update)
 
-    def _cut_late(self) -> None:
+    def _give_up(self, due_by: int) -> None:
         """Late groups give up the members that are not done, at their actor's next heartbeat."""
-        self._cut = True
         when = self.now + self._config.actor.heartbeat_s
         for due, flights in self._live.items():
-            for flight in flights.values() if due <= self.update else ():
+            for flight in flights.values() if due <= due_by else ():
                 if flight.state == "running" and flight.failing is None and max(flight.ends) > when:
                     self._at(when, "cut", (flight, flight.stamp))
 

@@ -82,6 +82,20 @@ REFUSED = {
         "0 with pool.size_updates = 2",
     ),
     "a negative slowdown": ({"learner.lr_lag_slowdown": -1.0}, "learner.lr_lag_slowdown=-1.0"),
+    "a lead of a policy that waits": ({"lag.straggler_lead_updates": 1}, "lag.straggler_policy is expire"),
+    "a lead as long as a ticket's life": (
+        {"lag.straggler_lead_updates": 2, "lag.straggler_policy": "partial"},
+        "less than N - A = 2",
+    ),
+    "a lead as long as the least N leaves": (
+        {
+            "lag.straggler_lead_updates": 1,
+            "lag.straggler_policy": "partial",
+            "orchestrator.tuning.enabled": True,
+            "orchestrator.tuning.min_token_updates": 3,
+        },
+        "less than N - A = 1",
+    ),
     "an N that is negative": ({"lag.token_updates": -1}, "lag.token_updates"),
 }
 

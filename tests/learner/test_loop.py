@@ -162,6 +162,32 @@ def test_a_running_ticket_is_waited_for_until_its_deadline_has_passed(server, tm
     assert trained_tasks(run.run_dir)[2] == (4,)  # min_update 0 and N = 4
 
 
+@pytest.mark.parametrize(("lead", "wait_s", "cut_at"), [(0, 0.1, 4), (1, 1000.0, 3)])
+def test_late_members_are_given_up_when_the_wait_is_over_or_that_many_updates_ahead(
+    server, tmp_path, monkeypatch, lead, wait_s, cut_at
+):
+    """Deadline 4. The wait ahead of it is endless where the cut comes before: then nothing may be left to wait for."""
+    config = small_config(tmp_path / "cut", server, mode="async", num_updates=7)
+    lag = LagConfig(straggler_policy="partial", straggler_wait_s=wait_s, straggler_lead_updates=lead)
+    cuts = []
+    with ScriptedRun(replaced(config, lag=lag), server) as run:
+        run.withheld = {2}
+        learner = run.make_learner()
+        tell = learner.steering.cut
+
+        def cut(ticket_ids):
+            cuts.append((learner.update, set(ticket_ids)))
+            tell(ticket_ids)
+            run.withheld.discard(2)  # the actor sends what is there
+
+        monkeypatch.setattr(learner.steering, "cut", cut)
+        run.drive(learner)
+        assert [update for update, tickets in cuts if "1-2" in tickets] == [cut_at]
+        assert run.steering.cut_among(["1-2"]) == ["1-2"]
+        assert outcomes(run) == {"issued": 21, "trained": 21}
+        assert run.audit().sound
+
+
 def test_obs_07_a_long_wait_says_what_it_waits_for_and_since_when(server, tmp_path, monkeypatch):
     """What is missing, and which ticket an actor holds; the actor answers only once that was said."""
     monkeypatch.setattr(loop, "NAMED_WAIT_S", 0.1)

@@ -211,6 +211,18 @@ def test_what_happens_to_stragglers_is_what_the_policy_says(policy):
     assert outcome.straggler_s > 0
 
 
+def test_members_given_up_ahead_leave_little_to_wait_for():
+    inputs = dataclasses.replace(QUICK, episode_s="lognormal:0.5:1.5", update_s="constant:0.5")
+    partial = {"lag.straggler_policy": "partial", "lag.straggler_wait_s": 0.5, "lag.token_updates": 6}
+    partial |= {"actor.heartbeat_s": 0.1, "learner.num_updates": 200}
+    due, ahead = (simulate(config_of(**partial, **{"lag.straggler_lead_updates": lead}), inputs) for lead in (0, 1))
+    assert due.straggler_s > 0
+    assert ahead.straggler_s < 0.1 * due.straggler_s
+    assert ahead.wall_s < due.wall_s
+    assert ahead.over_lag_tokens == 0
+    assert ahead.ledger["issued"] == sum(ahead.ledger[name] for name in ahead.ledger if name != "issued")
+
+
 def test_long_episodes_are_not_starved_while_the_learner_waits_for_them():
     levels = {"environment.level_weights": (1.0, 1.0), "lag.straggler_wait_s": 1000.0, "learner.num_updates": 100}
     inputs = dataclasses.replace(QUICK, episode_s="constant:0.5;constant:10", update_s="constant:1")
