@@ -254,6 +254,8 @@ class Config:
                 self.as_seen_by(f"{one.name}-0")  # or its actors would be the first to find what does not go together
         least, need = fleet.least_members, "at least what orchestrator.fleet.classes ask for, together"
         require(self.actor.num_hosts >= least, "actor.num_hosts", self.actor.num_hosts, f"{need}: {least}")
+        most, allowed = fleet.most_members, "at most what orchestrator.fleet.classes allow, together"
+        require(self.actor.num_hosts <= most, "actor.num_hosts", self.actor.num_hosts, f"{allowed}: {most}")
         if not scale.enabled:
             return
         low = "orchestrator.autoscale.min_actors"

@@ -87,8 +87,9 @@ class EnvironmentConfig:
         own = not self.name.startswith("verifiers:") or self.processes >= 1
         require(own, "environment.processes", self.processes, need)
         asked = self.name != "arithmetic" and not self.name.startswith(("agent:", "verifiers:"))
-        need = f"empty: {self.name} puts its questions itself, and would not see them"
-        require(asked or not self.prompt_variants, "environment.prompt_variants", self.prompt_variants, need)
+        need = f"empty: {self.name} puts its questions itself, and would not see it"
+        for field in ("opening", "prompt_variants"):
+            require(asked or not getattr(self, field), f"environment.{field}", getattr(self, field), need)
         if self.turn_delay_s:
             try:
                 parse(self.turn_delay_s)

@@ -140,6 +140,11 @@ class FleetConfig:
         """Of all classes together."""
         return sum(one.least for one in self.host_classes)
 
+    @property
+    def most_members(self) -> int:
+        """Of all classes together."""
+        return sum(one.most for one in self.host_classes)
+
     def class_of(self, actor_id: str) -> str:
         """The class of a member; empty for an actor that is none."""
         name, _, number = actor_id.rpartition("-")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_jax.actor.concurrency import Concurrency
+from asyncrl_jax.actor.engines.base import Engine
 from asyncrl_jax.actor.engines.registry import make_engine
 from asyncrl_jax.actor.envs.registry import make_environments
 from asyncrl_jax.actor.episode import EpisodeConfig
@@ -72,46 +73,98 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
       RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
       WeightsRefused: if version after version fails its proof.
     """
-    config = config.as_seen_by(actor_id)
-    services = Services(config.environment)
-    environments = make_environments(config, services)
-    redis, keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
-    control = Control(redis, keys)
-    directory = config.weights.directory or str(run_dir / "weights")
-    payloads = PayloadStore(config.redis.payload_directory or run_dir / "payloads")
-    process = make_process_scorer(config, environments.text)
-    if process is not None:
-        services.closes(process.close)
-    episodes = EpisodeConfig(config.environment, config.reward, process)
-    metrics = Metrics(run_dir, actor_id, config.observe)
+    host = _Host(config.as_seen_by(actor_id), run_dir, redis_password, actor_id)
+    try:
+        asyncio.run(host.run(stop))
+    finally:
+        host.metrics.close()
+    return 0
 
-    async def run() -> None:
+
+class _Host:
+    """What the parts of one actor share, and the parts made of it."""
+
+    def __init__(self, config: Config, run_dir: Path, redis_password: str | None, actor_id: str):
+        self._config, self._actor_id = config, actor_id
+        self._services = Services(config.environment)
+        self._environments = make_environments(config, self._services)
+        self._redis, self._keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
+        self._control = Control(self._redis, self._keys)
+        self._weights = config.weights.directory or str(run_dir / "weights")
+        self._payloads = PayloadStore(config.redis.payload_directory or run_dir / "payloads")
+        process = make_process_scorer(config, self._environments.text)
+        if process is not None:
+            self._services.closes(process.close)
+        self._episodes = EpisodeConfig(config.environment, config.reward, process)
+        self.metrics = Metrics(run_dir, actor_id, config.observe)
+
+    async def run(self, stop: threading.Event) -> None:
+        """Plays until the run is over or `stop` is set, and closes what environments and scorers hold."""
         try:
             with LoopWatch() as loop_watch:
-                await play(loop_watch)
+                await self._play(loop_watch, stop)
         finally:
-            await services.close()
+            await self._services.close()
 
-    async def play(loop_watch: LoopWatch) -> None:
+    async def _play(self, loop_watch: LoopWatch, stop: threading.Event) -> None:
+        config = self._config
         engine = make_engine(config, num_sessions=config.actor.episodes)
         evaluation_engine = make_engine(config, number=1)
         refresher = Refresher(
             engine,
-            Loader(engine, control, directory, actor_id, config.weights),
-            control,
+            self._loader(engine, self._actor_id),
+            self._control,
             poll_interval_s=config.weights.poll_interval_s,
             max_behind=config.effective_lag.actor_updates,
         )
-        tally, watched = Tally(actor_id), WatchedEngine(engine)
-        sampler = Sampler(
-            watched,
-            Explorer(config.actor.exploration, watched, evaluation_engine, config.model.vocab_size),
+        tally, watched = Tally(self._actor_id), WatchedEngine(engine)
+        sampler = self._sampler(watched, evaluation_engine, refresher, tally)
+        evaluator = self._evaluator(evaluation_engine)
+        pulse = Pulse(
+            self._actor_id,
+            config.actor,
+            self._control,
+            self.metrics,
+            engine,
+            evaluation_engine,
             refresher,
-            TaskStream(redis, keys, actor_id, config.redis),
-            GroupWriter(redis, keys, config.redis, Limits.from_config(config), payloads),
-            environments,
-            episodes,
-            actor_id=actor_id,
+            sampler,
+            evaluator,
+            Steering(self._redis, self._keys),
+            tally,
+            watched,
+            loop_watch,
+            self._services,
+        )
+        ready = asyncio.create_task(self._services.start(), name="start of environments")
+        await _first_to_end(
+            {
+                "engine": engine.run(),
+                "evaluation engine": evaluation_engine.run(),
+                "refresher": refresher.run(),
+                "sampler": _once(ready, sampler.run()),
+                "evaluator": _once(ready, evaluator.run()),
+                "pulse": pulse.run(),
+                "loop watch": loop_watch.run(),
+                "watch": _watch(self._control, stop),
+            }
+        )
+
+    def _loader(self, engine: Engine, holder: str) -> Loader:
+        return Loader(engine, self._control, self._weights, holder, self._config.weights)
+
+    def _sampler(self, watched: WatchedEngine, other: Engine, refresher: Refresher, tally: Tally) -> Sampler:
+        """Samples with the watched engine, and explores with the other one."""
+        config = self._config
+        return Sampler(
+            watched,
+            Explorer(config.actor.exploration, watched, other, config.model.vocab_size),
+            refresher,
+            TaskStream(self._redis, self._keys, self._actor_id, config.redis),
+            GroupWriter(self._redis, self._keys, config.redis, Limits.from_config(config), self._payloads),
+            self._environments,
+            self._episodes,
+            actor_id=self._actor_id,
             concurrency=Concurrency(
                 config.actor.slots,
                 config.actor.episodes,
@@ -122,51 +175,18 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
             max_attempts=config.actor.max_attempts,
             tally=tally,
         )
-        evaluator = Evaluator(
-            evaluation_engine,
-            Loader(evaluation_engine, control, directory, f"{actor_id}/evaluation", config.weights),
-            control,
-            environments,
-            dataclasses.replace(episodes, process=None),  # an evaluation depends on no other model
-            holder=actor_id,
-            temperature=config.actor.temperature,
-            max_attempts=config.actor.max_attempts,
-        )
-        pulse = Pulse(
-            actor_id,
-            config.actor,
-            control,
-            metrics,
-            engine,
-            evaluation_engine,
-            refresher,
-            sampler,
-            evaluator,
-            Steering(redis, keys),
-            tally,
-            watched,
-            loop_watch,
-            services,
-        )
-        ready = asyncio.create_task(services.start(), name="start of environments")
-        await _first_to_end(
-            {
-                "engine": engine.run(),
-                "evaluation engine": evaluation_engine.run(),
-                "refresher": refresher.run(),
-                "sampler": _once(ready, sampler.run()),
-                "evaluator": _once(ready, evaluator.run()),
-                "pulse": pulse.run(),
-                "loop watch": loop_watch.run(),
-                "watch": _watch(control, stop),
-            }
-        )
 
-    try:
-        asyncio.run(run())
-    finally:
-        metrics.close()
-    return 0
+    def _evaluator(self, engine: Engine) -> Evaluator:
+        return Evaluator(
+            engine,
+            self._loader(engine, f"{self._actor_id}/evaluation"),
+            self._control,
+            self._environments,
+            dataclasses.replace(self._episodes, process=None),  # an evaluation depends on no other model
+            holder=self._actor_id,
+            temperature=self._config.actor.temperature,
+            max_attempts=self._config.actor.max_attempts,
+        )
 
 
 async def _first_to_end(parts: dict[str, Coroutine[Any, Any, None]]) -> None:

@@ -66,6 +66,10 @@ def test_a_class_is_checked_with_the_settings_of_the_run_that_its_actors_have():
         ({"orchestrator.fleet.classes": ("cheap:3-2",)}, "classes=cheap:3-2: as actor, cheap:16, cheap:2-16"),
         ({"orchestrator.fleet.classes": ("cheap", "cheap:2")}, "each name once"),
         ({"actor.num_hosts": 1}, "actor.num_hosts=1: at least what orchestrator.fleet.classes ask for, together: 2"),
+        (
+            {"actor.num_hosts": 4, "orchestrator.fleet.classes": ("cheap:2", "dear:1-1")},
+            "actor.num_hosts=4: at most what orchestrator.fleet.classes allow, together: 3",
+        ),
         ({"orchestrator.autoscale.enabled": True}, "autoscale.min_actors=1: at least what .* together: 2"),
     ],
 )

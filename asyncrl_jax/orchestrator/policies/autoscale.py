@@ -110,7 +110,7 @@ def decide(state: State, observed: Observed, config: AutoscaleConfig, fleet: Fle
 
 def most_members(config: AutoscaleConfig, fleet: FleetConfig, copies: int) -> int:
     """Most members that limit, classes and budget allow beside a learner of so many copies."""
-    there_are = sum(one.most for one in fleet.host_classes)
+    there_are = fleet.most_members
     if not config.enabled:
         return there_are
     most = min(config.max_actors, there_are)

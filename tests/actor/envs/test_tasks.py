@@ -170,6 +170,10 @@ def test_a_gymnasium_environment_of_text_is_played():
             {"environment.prompt_variants": "a.json"},
             "prompt_variants=a.json: empty: arithmetic puts its questions itself",
         ),
+        (
+            {"environment.name": "agent:x:play", "environment.opening": "a.json"},
+            "opening=a.json: empty: agent:x:play puts its questions itself",
+        ),
         ({"environment.name": "code", "tools.names": ("abacus",)}, "no tool 'abacus'"),
         ({"environment.name": "code"}, "model.vocab_size=32: environment code has 258 tokens"),
         ({"environment.name": "code", "environment.tokenizer": "/nowhere"}, "no tokenizer there"),
