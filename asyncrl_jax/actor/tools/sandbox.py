@@ -21,22 +21,29 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import random
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from asyncrl_jax.actor.subprocesses import reap
 
+log = logging.getLogger(__name__)
+
 ENTRY = Path(__file__).with_name("sandbox_entry.py")
+STARTED = b"\x06"  # that it writes to standard output, before the code runs
 FIRST_USER = 2_000_000_000  # far above any account; one sandbox at a time uses one of the following
 NUM_USERS = 100_000
 KILL_LIMIT_S = 5.0  # for the kernel to reap what was killed
+REMOVE_LIMIT_S = 60.0  # for files: the code may have made very many
 _SCRATCH_PREFIX = "asyncrl-sandbox-"
 
 Kind = Literal["bubblewrap", "process"]
@@ -120,8 +127,7 @@ class Sandbox:
             return await self._run(code, stdin)
 
     async def _run(self, code: str, stdin: str) -> Run:
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, ignore_cleanup_errors=True) as scratch:
-            directory = Path(scratch)
+        async with _scratch() as directory:
             (directory / "code.py").write_text(code, "utf-8", errors="replace")
             user = next(self._users) if os.geteuid() == 0 else -1
             if self.kind == "process":
@@ -136,11 +142,12 @@ class Sandbox:
                 start_new_session=True,
             )
             try:
-                outcome = await self._watch(process, stdin.encode("utf-8", errors="replace"))
+                outcome, started = await self._watch(process, stdin.encode("utf-8", errors="replace"))
             finally:
                 await _end(process, user)
-        if outcome.exit_code == 1 and outcome.stderr.startswith("bwrap:"):
-            raise SandboxUnavailable(f"bubblewrap can't make a sandbox here: {outcome.stderr.strip()}")
+        if not started:  # told by what the code can't feign: it must not be able to pass for a broken sandbox
+            why = outcome.stderr.strip()[-500:] or f"{outcome.ending}, exit code {outcome.exit_code}"
+            raise SandboxUnavailable(f"the {self.kind} sandbox can't be made here: {why}")
         return outcome
 
     def _command(self, directory: Path, user: int) -> list[str]:
@@ -153,7 +160,8 @@ class Sandbox:
         inside = ["/python" + _python().removeprefix(str(_prefix())), "-I", "-S", "/entry.py", *arguments]
         return [self._bwrap, *_walls(directory, limits.disk_bytes), "--", *inside]
 
-    async def _watch(self, process: asyncio.subprocess.Process, stdin: bytes) -> Run:
+    async def _watch(self, process: asyncio.subprocess.Process, stdin: bytes) -> tuple[Run, bool]:
+        """What became of the code, and whether it was started at all."""
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -171,7 +179,7 @@ class Sandbox:
         finally:
             feeding.cancel()
         exit_code = process.returncode if process.returncode is not None else -signal.SIGKILL
-        return Run(output.text("stdout"), output.text("stderr"), exit_code, ending)
+        return Run(output.text("stdout"), output.text("stderr"), exit_code, ending), output.started
 
 
 class _OutputLimit(Exception):
@@ -182,8 +190,13 @@ class _Output:
     """What the code wrote, up to a number of bytes over both streams."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
+        self._left = max_bytes + len(STARTED)
         self._kept = {"stdout": bytearray(), "stderr": bytearray()}
+
+    @property
+    def started(self) -> bool:
+        """Whether the limits were set: the last that the entry does is to say so, before the code has a say."""
+        return self._kept["stdout"].startswith(STARTED)
 
     async def read(self, stream: asyncio.StreamReader, name: str) -> None:
         while chunk := await stream.read(2**14):
@@ -193,7 +206,8 @@ class _Output:
                 raise _OutputLimit
 
     def text(self, name: str) -> str:
-        return self._kept[name].decode("utf-8", errors="replace")
+        skipped = len(STARTED) if name == "stdout" and self.started else 0
+        return self._kept[name][skipped:].decode("utf-8", errors="replace")
 
 
 async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
@@ -224,6 +238,39 @@ def _kill_all_of(user: int) -> None:
                     os.kill(int(entry.name), signal.SIGKILL)
         if not found:
             return
+
+
+@contextlib.asynccontextmanager
+async def _scratch() -> AsyncIterator[Path]:
+    """A directory of one run."""
+    directory = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX))
+    try:
+        yield directory
+    finally:  # in a thread, and to its end: the actor's other work goes on meanwhile
+        await asyncio.shield(asyncio.to_thread(_remove, directory))
+
+
+def _remove(directory: Path) -> None:
+    """Removes a tree that may be deeper than a path is long: every directory moves to the top to be emptied."""
+    names, deadline = (f"{secrets.token_hex(8)}-{i}" for i in itertools.count()), time.monotonic() + REMOVE_LIMIT_S
+    try:
+        while inner := [entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]:
+            for path in inner:
+                os.chmod(path, 0o700)
+                for entry in os.scandir(path):
+                    if time.monotonic() > deadline:
+                        raise OSError(f"more files than could be removed within {REMOVE_LIMIT_S:g} s")
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)  # or its owner could not move it
+                        os.rename(entry.path, directory / next(names))
+                    else:
+                        os.unlink(entry.path)
+                os.rmdir(path)
+        for entry in os.scandir(directory):
+            os.unlink(entry.path)
+        directory.rmdir()
+    except OSError as error:
+        log.warning("files of a sandbox are left in %s: %s", directory, error)
 
 
 def _hand_over(directory: Path, user: int) -> None:
@@ -270,6 +317,8 @@ def _walls(directory: Path, disk_bytes: int) -> Sequence[str]:
         walls += ["--ro-bind-try", library, library]
     walls += ["--ro-bind", str(_prefix()), "/python", "--ro-bind", str(ENTRY), "/entry.py"]
     walls += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/scratch"]
+    # The root and /dev are of memory too, and belong to the code's user where that is not root: without a size.
+    walls += ["--remount-ro", "/dev", "--remount-ro", "/"]
     return [*walls, "--ro-bind", str(directory / "code.py"), "/scratch/code.py", "--chdir", "/scratch"]
 
 

@@ -26,6 +26,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (value, value))
+    os.write(1, b"\x06")  # `STARTED` of sandbox.py
     os.execv(sys.executable, [sys.executable, "-I", "-S", "code.py"])  # noqa: S606, there is no shell here
 
 

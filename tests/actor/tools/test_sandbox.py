@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from asyncrl_jax.actor.tools.sandbox import FIRST_USER, Limits, Sandbox, Sandbox
 
 SMALL = Limits(wall_s=1.0, cpu_s=2, memory_bytes=256 * 2**20, processes=6, disk_bytes=2**22, file_bytes=2**21)
 FORK_BOMB = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+DEEP = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')"
 LEAVE = "import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(60)\nprint('left')"
 
 
@@ -53,7 +55,14 @@ def _present() -> set[str]:
 @pytest.fixture
 def leftovers() -> Callable[[], set[str]]:
     before = _present()
-    return lambda: _present() - before
+
+    def left() -> set[str]:
+        deadline = time.monotonic() + 2.0  # what was killed may take a moment to be gone
+        while (found := _present() - before) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    return left
 
 
 def test_code_reads_its_input_and_its_output_and_exit_code_come_back(box: Sandbox) -> None:
@@ -75,8 +84,10 @@ def test_code_reads_its_input_and_its_output_and_exit_code_come_back(box: Sandbo
         ("import ctypes; ctypes.string_at(0)", {"exited"}, ""),
         ("import os; os.kill(os.getpid(), 9)", {"exited"}, ""),
         (LEAVE, {"exited", "timeout"}, ""),
+        (DEEP, {"exited"}, ""),
+        ("import os; os.mkdir('a'); os.mkdir('a/b'); os.symlink('/', 'a/l'); os.chmod('a', 0)", {"exited"}, ""),
     ],
-    ids=["loop", "fork_bomb", "memory", "output", "sleep", "file", "segfault", "suicide", "leave"],
+    ids=["loop", "fork_bomb", "memory", "output", "sleep", "file", "segfault", "suicide", "leave", "deep", "closed"],
 )
 def test_hostile_code_ends_and_leaves_nothing_behind(
     box: Sandbox, leftovers: Callable[[], set[str]], code: str, endings: set[str], in_stderr: str
@@ -84,7 +95,8 @@ def test_hostile_code_ends_and_leaves_nothing_behind(
     run = asyncio.run(box.run(code))
     assert run.ending in endings
     assert in_stderr in run.stderr
-    assert run.succeeded == (code == LEAVE and run.ending == "exited")
+    harmless = code == LEAVE or "mkdir" in code
+    assert run.succeeded == (harmless and run.ending == "exited")
     assert leftovers() == set()
 
 
@@ -98,6 +110,30 @@ def test_output_before_a_timeout_is_kept_and_output_is_bounded(box: Sandbox) -> 
 def test_many_files_are_limited_too(walled: Sandbox) -> None:
     run = asyncio.run(walled.run("i = 0\nwhile True:\n    open(str(i), 'wb').write(b'x' * 10**6); i += 1"))
     assert "No space left" in run.stderr
+
+
+def test_all_that_can_be_written_to_has_a_size(walled: Sandbox) -> None:
+    mounts = asyncio.run(walled.run("print(open('/proc/self/mounts').read())")).stdout.splitlines()
+    written = {}
+    for _, where, kind, options, *_ in map(str.split, filter(None, mounts)):
+        if kind == "tmpfs" and "rw" in options.split(","):
+            written[where] = "size=" in options
+    assert written == {"/scratch": True}
+
+
+def test_code_that_feigns_a_broken_sandbox_is_code_that_failed(box: Sandbox) -> None:
+    run = asyncio.run(box.run("import sys; sys.stderr.write('bwrap: no permission'); sys.exit(1)"))
+    assert (run.exit_code, run.ending, run.stderr) == (1, "exited", "bwrap: no permission")
+
+
+def test_a_sandbox_that_is_not_made_is_no_failure_of_the_code(
+    box: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "entry.py"
+    broken.write_text("raise SystemExit('no such limit')")
+    monkeypatch.setattr(sandbox_module, "ENTRY", broken)
+    with pytest.raises(SandboxUnavailable, match="no such limit"):
+        asyncio.run(box.run("print(1)"))
 
 
 def test_the_network_is_not_there(walled: Sandbox) -> None:
