@@ -99,15 +99,17 @@ async def run_episode(
     started_at = time.time()
     limit_s = config.environment.call_timeout_s
     try:
-        delays = Delays(config.environment.turn_delay_s, seed)
-        transcript, finish = await _converse(session, environment, task, config.environment, delays)
+        try:
+            delays = Delays(config.environment.turn_delay_s, seed)
+            transcript, finish = await _converse(session, environment, task, config.environment, delays)
+        finally:
+            session.close()  # what scores may take its time, and needs no slot
         score_limit_s = math.inf if environment.limits_own_score else limit_s
         scored = await _call("score", _score(environment, config.reward), score_limit_s)
         tokens = transcript.fields()
         if config.process is not None:  # which has limits of its own
             scored = await _call("process", _score_steps(config.process, tokens, scored, config.reward), math.inf)
     finally:
-        session.close()
         await _close(environment, limit_s)
     return Trajectory(
         **tokens,

@@ -7,6 +7,7 @@ from scripted import ScriptedPolicy
 
 from asyncrl_jax.actor.envs.base import Observation, Score
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
+from asyncrl_jax.actor.process_rewards.base import StepScores
 from asyncrl_jax.config import EnvironmentConfig, RewardConfig
 from asyncrl_jax.types import REWARD_PARTS, FinishReason, Task
 
@@ -145,6 +146,25 @@ def test_orch_11_a_cancelled_episode_closes_everything_and_stays_cancelled():
 
     asyncio.run(run())
     assert (engine.num_open, environment.closed) == (0, 1)
+
+
+def test_what_scores_holds_no_session_of_the_engine():
+    """A verifier or a process reward model may take long, and others want the slot."""
+    engine, seen = ScriptedPolicy((4, STOP)), []
+
+    class Scored(ScriptedEnvironment):
+        async def score(self):
+            seen.append(engine.num_open)
+            return await super().score()
+
+    class Scorer:
+        async def score(self, tokens, loss_mask):
+            seen.append(engine.num_open)
+            return StepScores(np.zeros(0, np.float32), np.zeros(0, np.int32), 0.5)
+
+    config = EpisodeConfig(EnvironmentConfig(), RewardConfig(), Scorer())
+    asyncio.run(run_episode(engine, Scored(1), TASK, seed=0, temperature=1.0, config=config))
+    assert seen == [0, 0]
 
 
 def test_engine_errors_are_not_the_environments():
