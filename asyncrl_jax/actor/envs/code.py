@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import itertools
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -67,13 +69,25 @@ class Problem:
     tests: tuple[Example, ...]
 
 
+def is_heldout(question: str) -> bool:
+    """Whether a question belongs to the held-out split: by its hash, so that none is in both."""
+    return hashlib.sha256(question.encode()).digest()[0] % 2 == 1
+
+
 def make_problem(task: Task) -> Problem:
     """The problem a task names; the same on every process.
 
     Raises:
       ValueError: for a level that does not exist.
     """
-    rng = random.Random(derive_seed(0, "code", task.split, task.level, task.index))
+    for draw in itertools.count():
+        problem = _draw_problem(task, random.Random(derive_seed(0, "code", task.split, task.level, task.index, draw)))
+        if is_heldout(problem.question) == (task.split == "heldout"):
+            return problem
+    raise AssertionError("there is always a next draw")
+
+
+def _draw_problem(task: Task, rng: random.Random) -> Problem:
     if task.level == 1:
         name = rng.choice(sorted(_TWO_NUMBERS))
         pairs = [(rng.randint(-50, 50), rng.randint(-50, 50)) for _ in range(NUM_TESTS)]
@@ -125,7 +139,7 @@ class CodeTasks:
     limits_own_score = True
     name = "code"
     num_levels = 3
-    identity = "code-1"
+    identity = "code-2"
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
