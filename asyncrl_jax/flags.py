@@ -102,7 +102,10 @@ def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> Config:
 
 def _model_settings(directory: str) -> dict[str, Any]:
     """Leaves of `model` that a checkpoint states: its function, and the longest sequence."""
-    leaves = flatten(read_hf_config(directory), "model.")
+    try:
+        leaves = flatten(read_hf_config(directory), "model.")
+    except ValueError as error:
+        raise ValueError(f"--config.model.checkpoint={directory}: {error}") from error
     return {name: value for name, value in leaves.items() if name.removeprefix("model.") not in RUN_SETTINGS}
 
 

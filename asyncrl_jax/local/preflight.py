@@ -9,10 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.config_environment import ProcessRewardConfig
 from asyncrl_jax.config_hf import read_hf_config, read_teachers
 from asyncrl_jax.local.environment import child_environment, divide_cores, redis_password
 from asyncrl_jax.observe.writers import PACKAGES
@@ -64,6 +66,7 @@ def check_all(config: Config, run_dir: Path, *, own_server: bool, resume: bool) 
     checks: list[Callable[[], Check]] = [
         _packages,
         lambda: _environment(config),
+        lambda: _engines(config),
         lambda: _splits(config),
         lambda: _devices(config),
         lambda: _cores(config),
@@ -97,6 +100,22 @@ def _environment(config: Config) -> Check:
     return Check("environment", config.environment.name)
 
 
+def _engines(config: Config) -> Check:
+    """Where actors run here: elsewhere they have packages of their own."""
+    fleet = config.orchestrator.fleet
+    engines = {config.actor_of(one.name).engine for one in fleet.host_classes}
+    problem = ""
+    if "vllm" in engines and fleet.kind == "local":
+        needs = {"httpx": "vllm-server"} if config.vllm.servers else {"vllm": "vllm"}
+        missing = [extra for package, extra in needs.items() if importlib.util.find_spec(package) is None]
+        flag = "--config.actor.engine=vllm: needs"
+        if missing == ["vllm"]:
+            problem = f"{flag} vLLM: `make run-vllm` brings it for CPUs, pip install 'asyncrl-jax[vllm]' for GPUs"
+        elif missing:
+            problem = f"{flag} pip install 'asyncrl-jax[{missing[0]}]' for --config.vllm.servers"
+    return Check("engine", ", ".join(sorted(engines)), problem)
+
+
 def _splits(config: Config) -> Check:
     """Looks for held-out tasks among the training tasks, in the first of each level."""
     from asyncrl_jax.actor.envs.overlap import check_splits
@@ -111,10 +130,18 @@ def _splits(config: Config) -> Check:
     except ValueError:
         return Check("task splits", "not looked at: the environment can't be made")
     levels = range(1, len(config.environment.level_weights) + 1)
-    found = check_splits(environment, levels, OVERLAP_TASKS_PER_LEVEL)
+    try:
+        found = check_splits(environment, levels, OVERLAP_TASKS_PER_LEVEL)
+    except Exception as error:  # noqa: BLE001 - whatever an environment of others does
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"its first tasks can't be made: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        return Check("task splits", "", f"--config.environment.name={config.environment.name}: {reason}")
     counts = f"{found.num_train} training and {found.num_heldout} held-out prompts"
     if found.exact:
-        problem = f"{len(found.exact)} of {counts} are in both: success on held-out tasks would mean nothing"
+        problem = (
+            f"{len(found.exact)} of {counts} are in both: success on held-out tasks would mean nothing; have tasks "
+            "drawn from more, or leave out levels that have few: --config.environment.level_weights=0,1"
+        )
         return Check("task splits", counts, problem)
     if found.near_share > MOST_NEAR:
         problem = f"{len(found.near)} of {counts} are nearly the same as a training prompt"
@@ -255,13 +282,22 @@ def _process_model(config: Config) -> Check:
     elif process.url and process.key_variable and not os.environ.get(process.key_variable):
         problem = f"--config.reward.process.key_variable={process.key_variable}: the variable is not set"
     elif process.model:
-        from asyncrl_jax.actor.process_rewards.annotated import Annotator
-
-        try:
-            Annotator(process, read_hf_config(process.model).vocab_size)
-        except ValueError as error:
-            problem = str(error)
+        problem = _process_model_problem(process)
     return Check("process reward model", process.url or process.model or "none", problem)
+
+
+def _process_model_problem(process: ProcessRewardConfig) -> str:
+    from asyncrl_jax.actor.process_rewards.annotated import Annotator
+
+    try:
+        vocab_size = read_hf_config(process.model).vocab_size
+    except ValueError as error:
+        return f"--config.reward.process.model={process.model}: {error}"
+    try:
+        Annotator(process, vocab_size)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _teachers(config: Config) -> Check:

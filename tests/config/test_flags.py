@@ -114,6 +114,7 @@ MISTAKES = {
     "--config.environment.level_weights=1,x": "'1,x' is not a comma list of floats",
     "--preset=fast": "--preset=fast",
     "--config_file=/nowhere.json": "/nowhere.json: No such file",
+    "--config.model.checkpoint=/nowhere": "--config.model.checkpoint=/nowhere: /nowhere/config.json: No such file",
     "--config.redis.url=redis://:secret@host": "password_file",
     "--config.redis.url=redis://host?password=secret": "password_file",
     "--config.pool.draw=lifo": "--config.pool.draw=lifo: use fifo or strata",

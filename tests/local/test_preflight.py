@@ -69,7 +69,7 @@ def test_demonstrations_that_do_not_exist_are_named(tmp_path):
     ("changes", "named"),
     [
         ({"url": "https://scores.example/", "key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
-        ({"model": "/nowhere", "tokenizer": "byte"}, "/nowhere"),
+        ({"model": "/nowhere", "tokenizer": "byte"}, "--config.reward.process.model=/nowhere: "),
     ],
 )
 def test_a_process_reward_model_that_can_not_be_had_is_named(tmp_path, changes, named):
@@ -98,6 +98,50 @@ def test_an_unreachable_redis_is_named(tmp_path):
         url = f"redis://127.0.0.1:{free.getsockname()[1]}/0"
     (problem,) = problems(override(Config(), {"redis.url": url}), tmp_path / "run", own_server=False)
     assert url in problem
+
+
+_MY_TASKS = """
+import random
+
+def few(seed, level):
+    return f"What is 2 * {random.Random(seed).randrange(9)}?", lambda answer: 1.0
+
+def raises(seed, level):
+    raise KeyError("seed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("few", "are in both: success on held-out tasks would mean nothing; have tasks drawn from more"),
+        ("raises", "name=function:my_raises:raises: its first tasks can't be made: KeyError: 'seed' ("),
+    ],
+)
+def test_tasks_of_the_users_own_that_are_wrong_are_named_with_the_way_out(name, named, tmp_path, monkeypatch):
+    module = f"my_{name}"  # an import lasts
+    (tmp_path / f"{module}.py").write_text(_MY_TASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"environment.name": f"function:{module}:{name}", "model.vocab_size": 258}
+    (problem,) = problems(override(Config(), changes), tmp_path / "run")
+    assert named in problem
+    assert name != "raises" or f"{tmp_path}/my_raises.py:8)" in problem, "where"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"actor.engine": "vllm"}, "`make run-vllm` brings it for CPUs"),
+        ({"actor.engine": "vllm", "vllm.servers": ("http://127.0.0.1:1",)}, "pip install 'asyncrl-jax[vllm-server]'"),
+        ({"orchestrator.fleet.class_settings": ("actor.engine=vllm",)}, "`make run-vllm` brings it for CPUs"),
+    ],
+)
+def test_an_engine_that_is_not_installed_is_named_with_what_installs_it(changes, named, tmp_path, monkeypatch):
+    find = preflight.importlib.util.find_spec
+    missing = ("vllm", "httpx")
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    (problem,) = problems(override(Config(), changes), tmp_path / "run")
+    assert named in problem
 
 
 @pytest.mark.parametrize(("content", "code"), [("", 0), ("x", 2)])

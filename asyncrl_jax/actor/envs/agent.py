@@ -22,12 +22,10 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import xxhash
-
 from asyncrl_jax.actor.chat.endpoint import Answer, Conversation, Endpoint, Request
 from asyncrl_jax.actor.chat.formats import ChatFormat, plain_text
 from asyncrl_jax.actor.envs.base import Observation, Score
-from asyncrl_jax.actor.envs.user_code import user_code
+from asyncrl_jax.actor.envs.user_code import user_function
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import Task
 
@@ -51,8 +49,7 @@ def agent_program(address: str) -> AgentProgram:
       ValueError: if there is no such function.
     """
     name = f"agent:{address}"
-    function = user_code(name)
-    source = xxhash.xxh3_64_hexdigest(inspect.getsource(function).encode())
+    function, source = user_function(name)
 
     async def play(task: Task, base_url: str, api_key: str) -> Any:
         arguments = {

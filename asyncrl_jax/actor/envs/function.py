@@ -2,7 +2,7 @@
 
 def double(seed: int, level: int) -> tuple[str, Callable[[str], float]]:
     '''A question, and what scores its answer: a number in [0, 1], 1 for right.'''
-    n = random.Random(seed).randrange(10**level)
+    n = random.Random(seed).randrange(10 ** (level + 5))
     return f"What is 2 * {n}?", lambda answer: float(answer.strip() == str(2 * n))
 
 --config.environment.name=function:my_tasks:double
@@ -11,14 +11,11 @@ def double(seed: int, level: int) -> tuple[str, Callable[[str], float]]:
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-
-import xxhash
 
 from asyncrl_jax.actor.chat.messages import Message
 from asyncrl_jax.actor.envs.text import TextEnvironment, TextObservation, TextScore
-from asyncrl_jax.actor.envs.user_code import user_code
+from asyncrl_jax.actor.envs.user_code import user_function
 from asyncrl_jax.actor.tools.base import Tool
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import Task
@@ -43,10 +40,10 @@ class FunctionTasks:
           ValueError: if there is no such function.
         """
         self.name = f"function:{address}"
-        function = user_code(self.name)
         self.num_levels = num_levels
-        self.function: TaskFunction = function
-        self.identity = f"{self.name}-{xxhash.xxh3_64_hexdigest(inspect.getsource(function).encode())}"
+        self.function: TaskFunction
+        self.function, source = user_function(self.name)
+        self.identity = f"{self.name}-{source}"
 
     def __call__(self) -> TextEnvironment:
         return _FunctionEpisode(self)
@@ -60,8 +57,12 @@ class _FunctionEpisode:
 
     async def reset(self, task: Task) -> Sequence[Message]:
         seed = derive_seed(0, self._tasks.name, task.split, task.level, task.index)
-        question, self._scorer = await asyncio.to_thread(self._tasks.function, seed, task.level)
-        self._answer = None
+        made: object = await asyncio.to_thread(self._tasks.function, seed, task.level)
+        match made:
+            case (str() as question, scorer) if callable(scorer):
+                self._scorer, self._answer = scorer, None
+            case _:
+                raise TypeError(f"{self._tasks.name} returned {made!r:.100}, not a question and what scores its answer")
         return [Message("user", question)]
 
     async def step(self, text: str) -> TextObservation:

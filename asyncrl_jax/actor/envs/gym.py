@@ -36,7 +36,7 @@ class GymnasiumTasks:
         try:
             with gymnasium.make(environment_id, **self.arguments) as probe:
                 spaces = (probe.observation_space, probe.action_space)
-        except (gymnasium.error.Error, TypeError) as error:
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ValueError(f"--config.environment.name=gymnasium:{environment_id}: {error}") from error
         for space in spaces:
             if not isinstance(space, gymnasium.spaces.Text):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from asyncrl_jax.actor.chat.formats import chat_format
 from asyncrl_jax.actor.chat.messages import read_opening, read_variants
 from asyncrl_jax.actor.envs.agent import AgentEnvironments, AgentProgram, agent_program
@@ -15,6 +17,16 @@ from asyncrl_jax.actor.tools.builtin import make_sandbox, make_tools
 from asyncrl_jax.actor.tools.sandbox import SandboxUnavailable
 from asyncrl_jax.config import Config
 
+# Kind of environment to a package that it needs, and what installs that.
+_NEEDS = {
+    "agent": ("fastapi", "'asyncrl-jax[agents]'"),
+    "gymnasium": ("gymnasium", "'asyncrl-jax[gym]'"),
+    "math": ("math_verify", "'asyncrl-jax[math]'"),
+    "openenv": ("websockets", "'asyncrl-jax[openenv]'"),
+    "reasoning_gym": ("reasoning_gym", "--no-deps reasoning-gym"),
+    "verifiers": ("verifiers", "'asyncrl-jax[verifiers]'"),
+}
+
 
 def make_environments(config: Config, services: Services | None = None) -> EnvironmentMaker:
     """The environment of a run: called, it gives one for one episode.
@@ -24,14 +36,14 @@ def make_environments(config: Config, services: Services | None = None) -> Envir
       services: what episodes share; None where none is played.
 
     Raises:
-      ValueError: for a name, tokenizer or tool that is not known, a sandbox that can't be had, tokens that the model
-        does not know, or levels that do not exist; it names the setting.
+      ValueError: for a name, tokenizer or tool that is not known, a package that is not installed, a sandbox that
+        can't be had, tokens that the model does not know, or levels that do not exist; it names the setting.
     """
     environments = _make(config, services or Services(config.environment, plays=False))
     if config.model.vocab_size < environments.vocab_size:
         raise ValueError(
             f"--config.model.vocab_size={config.model.vocab_size}: environment {config.environment.name} has "
-            f"{environments.vocab_size} tokens"
+            f"{environments.vocab_size} tokens; set that many, or more"
         )
     if len(config.environment.level_weights) > environments.num_levels:
         raise ValueError(
@@ -43,6 +55,9 @@ def make_environments(config: Config, services: Services | None = None) -> Envir
 
 def _make(config: Config, services: Services) -> EnvironmentMaker:
     kind, _, rest = config.environment.name.partition(":")
+    _check_packages(kind, config)
+    if kind in (Arithmetic.name, "agent", "verifiers"):
+        _check_without_tools(config)
     if kind == Arithmetic.name and not rest:
         return Arithmetic
     if kind == "agent":
@@ -72,6 +87,26 @@ def _make(config: Config, services: Services) -> EnvironmentMaker:
         variants=variants,
         outcomes=services.tool_outcomes,
     )
+
+
+def _check_packages(kind: str, config: Config) -> None:
+    needs = [(f"environment.name={config.environment.name}", *_NEEDS[kind])] if kind in _NEEDS else []
+    if config.environment.tokenizer != "byte":
+        needs.append((f"environment.tokenizer={config.environment.tokenizer}", "transformers", "'asyncrl-jax[hf]'"))
+    if config.tools.mcp:
+        needs.append((f"tools.mcp={','.join(config.tools.mcp)}", "mcp", "'asyncrl-jax[mcp]'"))
+    for setting, package, requirement in needs:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"--config.{setting}: needs pip install {requirement}")
+
+
+def _check_without_tools(config: Config) -> None:
+    for name, tools in {"names": config.tools.names, "mcp": config.tools.mcp}.items():
+        if tools:
+            raise ValueError(
+                f"--config.tools.{name}={','.join(tools)}: empty: {config.environment.name} brings its own tools, and "
+                "would not offer them"
+            )
 
 
 def _driving(program: AgentProgram, config: Config, services: Services) -> EnvironmentMaker:

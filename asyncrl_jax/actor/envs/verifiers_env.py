@@ -65,11 +65,9 @@ def verifiers_program(environment_id: str, num_levels: int, arguments: str, serv
     """The environment as what drives episodes.
 
     Raises:
-      ValueError: if the package or the environment is not installed, or `arguments` is no JSON object.
+      ValueError: if the environment is not installed, or `arguments` is no JSON object.
     """
     name = f"verifiers:{environment_id}"
-    if importlib.util.find_spec("verifiers") is None:
-        raise ValueError(f"--config.environment.name={name}: needs pip install 'asyncrl-jax[verifiers]'")
     given = read_arguments(arguments)
     source = _source(name, module_name(environment_id))
     identity = f"{name}-{metadata.version('verifiers')}-{source}-{xxhash.xxh3_64_hexdigest(repr(given).encode())}"

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from asyncrl_jax.actor.chat.messages import Message
-from asyncrl_jax.actor.envs import code, reasoning
+from asyncrl_jax.actor.envs import code, reasoning, registry
 from asyncrl_jax.actor.envs.code import CodeTasks, make_problem
 from asyncrl_jax.actor.envs.function import FunctionTasks
 from asyncrl_jax.actor.envs.questions import QuestionTasks
@@ -23,6 +23,17 @@ from asyncrl_jax.types import Task
 def double(seed, level):
     n = random.Random(seed).randrange(10**level)
     return f"Twice {n}?", lambda answer: float(answer.strip() == str(2 * n))
+
+
+def only_a_question(seed, level):
+    return "Twice 2?"
+
+
+def raises(seed, level):
+    raise KeyError("seed")
+
+
+no_function = 3
 
 
 async def _play(factory, task, answer_of):
@@ -78,6 +89,53 @@ def test_a_plain_function_is_an_environment():
     answer = lambda messages: str(2 * int(messages[0].content.split()[1][:-1]))  # noqa: E731
     assert asyncio.run(_play(tasks, task, answer)).success
     assert not asyncio.run(_play(tasks, task, lambda _: "x")).success
+
+
+@pytest.mark.parametrize("kind", ["function", "agent"])
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [
+        ("no_such_module:f", "No module named 'no_such_module'; is its directory on PYTHONPATH?"),
+        (__name__, f"{__name__}: name it as KIND:<module>:<name>"),
+        (f"{__name__}:dubble", "has no attribute 'dubble'"),
+        (f"{__name__}:no_function", "a function written in Python is needed, this is 3"),
+        ("time:sleep", "a function written in Python is needed, this is <built-in function sleep>"),
+        ("broken_at_import:f", "broken_at_import:f: ZeroDivisionError: division by zero"),
+        ("needs_another:f", "No module named 'nosuch'$"),
+    ],
+)
+def test_a_function_that_can_not_be_had_is_refused_by_name(kind, address, complaint, tmp_path, monkeypatch):
+    (tmp_path / "broken_at_import.py").write_text("1 / 0\n")
+    (tmp_path / "needs_another.py").write_text("import nosuch\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = override(Config(), {"environment.name": f"{kind}:{address}"})
+    with pytest.raises(ValueError, match=complaint.replace("KIND", kind).replace("?", r"\?")):
+        make_environments(config)
+
+
+def test_a_function_that_returns_something_else_fails_with_what_it_returned():
+    tasks = FunctionTasks(f"{__name__}:only_a_question", num_levels=1)
+    with pytest.raises(TypeError, match="only_a_question returned 'Twice 2\\?', not a question and what scores"):
+        asyncio.run(_play(tasks, Task(tasks.name, "train", 1, 0), str))
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"environment.name": "agent:m:f"}, r"pip install 'asyncrl-jax\[agents\]'"),
+        ({"environment.name": "gymnasium:x"}, r"pip install 'asyncrl-jax\[gym\]'"),
+        ({"environment.name": "math:x"}, r"pip install 'asyncrl-jax\[math\]'"),
+        ({"environment.name": "openenv:x"}, r"pip install 'asyncrl-jax\[openenv\]'"),
+        ({"environment.name": "verifiers:x"}, r"pip install 'asyncrl-jax\[verifiers\]'"),
+        ({"environment.name": "reasoning_gym:x"}, "pip install --no-deps reasoning-gym"),
+        ({"environment.name": "code", "tools.mcp": ("x",)}, r"tools.mcp=x: needs pip install 'asyncrl-jax\[mcp\]'"),
+        ({"environment.name": "code", "environment.tokenizer": "x"}, r"tokenizer=x: needs .*'asyncrl-jax\[hf\]'"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_what_installs_it(changes, remedy, monkeypatch):
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=remedy):
+        make_environments(override(Config(), changes))
     with pytest.raises(ValueError, match=r"function:no\.where:f"):
         FunctionTasks("no.where:f", 1)
 
@@ -88,6 +146,16 @@ def test_code_problems_are_the_same_everywhere_and_their_tests_are_right(level):
     assert problems == [make_problem(Task("code", "train", level, index)) for index in range(20)]
     assert len({problem.question for problem in problems}) > 10
     assert all(len(problem.tests) == code.NUM_TESTS for problem in problems)
+
+
+def test_no_code_problem_is_in_both_splits():
+    """By the hash of its question: a list of one number is asked for soon again."""
+    asked = {
+        split: {make_problem(Task("code", split, level, i)).question for level in (1, 2, 3) for i in range(300)}
+        for split in ("train", "heldout")
+    }
+    assert all(code.is_heldout(question) == (split == "heldout") for split in asked for question in asked[split])
+    assert min(map(len, asked.values())) > 800
 
 
 def test_a_program_gets_partial_credit():
@@ -173,6 +241,11 @@ def test_a_gymnasium_environment_of_text_is_played():
         (
             {"environment.name": "agent:x:play", "environment.opening": "a.json"},
             "opening=a.json: empty: agent:x:play puts its questions itself",
+        ),
+        ({"tools.names": ("python",)}, "tools.names=python: empty: arithmetic brings its own tools"),
+        (
+            {"environment.name": "agent:m:f", "tools.mcp": ("x", "y")},
+            "tools.mcp=x,y: empty: agent:m:f brings its own tools",
         ),
         ({"environment.name": "code", "tools.names": ("abacus",)}, "no tool 'abacus'"),
         ({"environment.name": "code"}, "model.vocab_size=32: environment code has 258 tokens"),
