@@ -119,7 +119,10 @@ class Conversation:
         """
         async with self._busy:
             past, first = len(self._said), not self._said
-            if [_essence(m) for m in messages[:past]] != [_essence(m) for m in self._said]:
+            told = [_essence(message) for message in messages]
+            if self._text:
+                raise self._refused("the conversation began as a text, and is continued as one")
+            if told[:past] != [_essence(m) for m in self._said]:
                 raise self._refused("the messages do not begin with what was said so far")
             if not first and tuple(tools) != self._tools:
                 raise self._refused("the tools have changed in the middle of a conversation")
@@ -138,6 +141,8 @@ class Conversation:
           RefusedRequest: if the prompt does not continue the text, or the episode is over.
         """
         async with self._busy:
+            if self._said:
+                raise self._refused("the conversation began as messages, and is continued by messages")
             if not prompt.startswith(self._text) or len(prompt) == len(self._text):
                 raise self._refused("the prompt does not continue what was said so far")
             answer = await self._ask(Request((), prompt.removeprefix(self._text), (), not self._text, max_tokens))
@@ -175,23 +180,34 @@ def assistant_message(text: str, *, offered: bool) -> dict[str, Any]:
 
 def _essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """What must not change when a message is repeated; clients add and drop other fields."""
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-    return message.get("role"), _content(message) or "", calls
+    calls = message.get("tool_calls") or []
+    try:
+        made = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    except (TypeError, LookupError, AttributeError):
+        raise RefusedRequest(
+            400, "tool_calls is a list of objects, each with a function's name and arguments"
+        ) from None
+    if not all(isinstance(part, str) for call in made for part in call):
+        raise RefusedRequest(400, "name and arguments of a tool call are texts")
+    return message.get("role"), _content(message) or "", made
 
 
 def _message(message: Mapping[str, Any]) -> Message:
-    role = message.get("role")
-    if role not in _ROLES:
-        raise RefusedRequest(400, f"role {role!r}: use system, user, assistant or tool")
-    return Message(_ROLES[role], _content(message), str(message.get("name") or ""))
+    role, name = message.get("role"), message.get("name") or ""
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RefusedRequest(400, f"role {role!r:.40}: use system, user, assistant or tool")
+    if not isinstance(name, str):
+        raise RefusedRequest(400, f"name is a {type(name).__name__}")
+    return Message(_ROLES[role], _content(message), name)
 
 
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):  # parts: text only
-        if any(part.get("type") != "text" for part in content):
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
             raise RefusedRequest(400, "content: only text is understood")
-        return "".join(part["text"] for part in content)
+        return "".join(map(str, parts))
     if content is not None and not isinstance(content, str):
         raise RefusedRequest(400, f"content is a {type(content).__name__}")
     return content or ""

@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from asyncrl_jax.actor.chat.endpoint import Endpoint
+from asyncrl_jax.actor.chat import endpoint_app
+from asyncrl_jax.actor.chat.endpoint import Answer, Endpoint
 from asyncrl_jax.actor.chat.formats import ByteFormat
 from asyncrl_jax.actor.chat.tokenizer import ByteTokenizer
 from asyncrl_jax.actor.envs.agent import AgentEnvironments, agent_program
@@ -252,6 +253,20 @@ def test_nobody_without_the_key_of_a_running_episode_is_served():
         ("completions", b'{"prompt": ""}', 409),
         ("completions", b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}', 413),
         ("chat/completions", b"[" * 200_000, 400),
+        ("chat/completions", b'{"messages": [], "n": "\\ud800"}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": [], "content": "x"}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "x", "name": {"a": 1}}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": [1, 2]}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "tool_calls": 5}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "tool_calls": [5]}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "tool_calls": [{}]}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "tools": [5]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": true}', 400),
+        ("chat/completions", b'{"messages": [], "x": ' + b"[" * 300 + b"]" * 300 + b"}", 400),
     ],
 )
 def test_hostile_requests_are_refused_with_a_reason(path, body, status):
@@ -268,6 +283,69 @@ def test_hostile_requests_are_refused_with_a_reason(path, body, status):
     answer = asyncio.run(main())
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+def _asked(*requests, said):
+    """Statuses and bodies of requests to one conversation, each answered by what is said."""
+
+    async def main():
+        endpoint = Endpoint("127.0.0.1", 0)
+        await endpoint.start()
+        with endpoint.conversation() as conversation:
+
+            async def answer():
+                while True:
+                    await conversation.next_request()
+                    conversation.answer(Answer(said, "stop", 1, 1))
+
+            answering = asyncio.create_task(answer())
+            headers = {"authorization": f"Bearer {conversation.key}"}
+            async with httpx.AsyncClient(base_url=endpoint.base_url, headers=headers) as client:
+                answers = [await client.post(path, json=body) for path, body in requests]
+            answering.cancel()
+        await endpoint.close()
+        return answers
+
+    return asyncio.run(main())
+
+
+def test_a_call_that_only_a_policy_could_write_is_a_text_to_the_agent():
+    for call in ('{"name": "\\ud800"}', '{"name": "add", "arguments": {"a": ' + "[" * 300 + "]" * 300 + "}}"):
+        body = {"messages": [{"role": "user", "content": "?"}], "tools": [TOOL]}
+        (answer,) = _asked(("/chat/completions", body), said=f"<tool_call>{call}</tool_call>")
+        assert answer.status_code == 200
+        assert "tool_calls" not in answer.json()["choices"][0]["message"]
+
+
+def test_messages_and_text_are_not_mixed_in_one_conversation():
+    text = "/completions", {"prompt": "1+1="}
+    chat = "/chat/completions", {"messages": [{"role": "user", "content": "?"}]}
+    for requests in ([text, chat], [chat, text]):
+        assert [answer.status_code for answer in _asked(*requests, said="2")] == [200, 409]
+
+
+def test_a_request_that_never_comes_whole_holds_up_neither_the_others_nor_the_end(monkeypatch):
+    monkeypatch.setattr(endpoint_app, "BODY_LIMIT_S", 0.2)
+
+    async def main():
+        endpoint = Endpoint("127.0.0.1", 0)
+        await endpoint.start()
+        port = int(endpoint.base_url.split(":")[2].split("/")[0])
+        with endpoint.conversation() as conversation:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {conversation.key}\r\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+            first = await asyncio.wait_for(reader.readline(), 10)
+            monkeypatch.setattr(endpoint_app, "BODY_LIMIT_S", 100.0)
+            _, other = await asyncio.open_connection("127.0.0.1", port)
+            other.write(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+            await asyncio.sleep(0.2)
+        await asyncio.wait_for(endpoint.close(), 20)
+        writer.close()
+        other.close()
+        return first
+
+    assert b"408" in asyncio.run(main())
 
 
 def test_a_port_in_use_is_an_error_and_not_a_hang():
