@@ -115,19 +115,31 @@ def exit_with(message: str, code: int = USER_ERROR) -> NoReturn:
     sys.exit(code)
 
 
-def parse(argv: Sequence[str]) -> list[str]:
-    """Parses the command line; a mistake ends the process with one line and exit code 2."""
+def parse_words(argv: Sequence[str]) -> list[str]:
+    """Parses the command line of a binary without settings; a mistake ends the process with one line and exit code 2.
+
+    Returns:
+      The name of the program and what is no flag.
+    """
     app.define_help_flags()
     try:
-        rest = flags.FLAGS(list(argv))
-        if len(rest) > 1:
-            raise ValueError(f"unexpected argument {rest[1]!r}: settings are given as --name=value")
-        config_from_flags()
+        return flags.FLAGS(list(argv))
     except flags.UnrecognizedFlagError as error:
         near = difflib.get_close_matches(error.flagname, list(flags.FLAGS), n=3)
         hint = f"did you mean --{', --'.join(near)}?" if near else "see --help"
         exit_with(f"unknown flag --{error.flagname}: {hint}")
-    except (flags.Error, ValueError) as error:
+    except flags.Error as error:
+        exit_with(str(error))
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+    """As `parse_words`, for a binary with settings, which are checked, and without words."""
+    rest = parse_words(argv)
+    try:
+        if len(rest) > 1:
+            raise ValueError(f"unexpected argument {rest[1]!r}: settings are given as --name=value")
+        config_from_flags()
+    except ValueError as error:
         exit_with(str(error))
     return rest
 

@@ -7,6 +7,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from asyncrl_jax.exit_codes import FINISHED, USER_ERROR
+from asyncrl_jax.flags import parse_words
 
 _OUTPUT = absl_flags.DEFINE_string("output", "compare.png", "Picture to write; empty for none.")
 
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Console entry point."""
-    app.run(main)
+    app.run(main, flags_parser=parse_words)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from absl import app, flags
 
 from asyncrl_jax.exit_codes import USER_ERROR
+from asyncrl_jax.flags import exit_with, parse_words
 
 _SOURCE = flags.DEFINE_string("source", None, "Hugging Face directory, or directory of a run.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Directory to write.", required=True)
@@ -25,8 +26,10 @@ _NOISE = flags.DEFINE_float("noise", 0.0, "Relative noise on the experts, with -
 _SEED = flags.DEFINE_integer("seed", 0, "Of router and noise, with --upcycle.")
 
 
-def main(_: list[str]) -> None:
+def main(argv: list[str]) -> None:
     """Reads, changes and writes."""
+    if len(argv) > 1:
+        exit_with(f"unexpected argument {argv[1]!r}: everything is given as --name=value")
     from asyncrl_jax.learner.convert import publish_weights, read_weights  # JAX: after the flags are known to be right
     from asyncrl_jax.models import save_params, upcycle
 
@@ -49,7 +52,7 @@ def main(_: list[str]) -> None:
 
 def run() -> None:
     """Console entry point."""
-    app.run(main)
+    app.run(main, flags_parser=parse_words)
 
 
 if __name__ == "__main__":

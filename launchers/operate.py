@@ -1,5 +1,6 @@
 """asyncrl: looks into a run and steers it while it runs. `asyncrl --help` names the commands."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from absl import app
 from absl import flags as absl_flags
 
 from asyncrl_jax.config_file import read_config
-from asyncrl_jax.flags import exit_with
+from asyncrl_jax.flags import exit_with, parse_words
 from asyncrl_jax.local.environment import redis_password
 from asyncrl_jax.orchestrator import console
 from asyncrl_jax.transport.connection import RedisUnavailable, connect
@@ -16,18 +17,24 @@ from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.steering import Steering
 
+_PATIENCE_S = 3.0  # somebody waits at a terminal
 _RUN_DIR = absl_flags.DEFINE_string("run_dir", "runs/latest", "Directory of the run, with its config.json.")
 
 
 def main(argv: list[str]) -> int:
     """Carries out one command."""
+    run_dir = Path(_RUN_DIR.value)
     try:
-        config = read_config(Path(_RUN_DIR.value) / "config.json")
-        client = connect(config.redis, redis_password(config.redis))
+        config = read_config(run_dir / "config.json")
+        console.check_command(argv[1:], config)
+        client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), redis_password(config.redis))
         keys = Keys(config.redis.namespace)
         parts = Control(client, keys), Ledger(client, keys), Steering(client, keys)
         print(console.run_command(argv[1:], config, *parts))
-    except (ValueError, OSError, RedisUnavailable) as error:
+    except RedisUnavailable as error:
+        own = f". A run that has ended is gone on with by asyncrl-local --resume={run_dir}"
+        exit_with(f"{error}{own if (run_dir / 'redis').is_dir() else ''}")
+    except (ValueError, OSError) as error:
         exit_with(str(error))
     return 0
 
@@ -35,7 +42,7 @@ def main(argv: list[str]) -> int:
 def run() -> None:
     """Console entry point."""
     sys.modules["__main__"].__doc__ = f"{__doc__}\n{console.__doc__}"
-    app.run(main)
+    app.run(main, flags_parser=parse_words)
 
 
 if __name__ == "__main__":

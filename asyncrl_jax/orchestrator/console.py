@@ -76,13 +76,24 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 }
 
 
+def check_command(words: Sequence[str], config: Config) -> None:
+    """Looks at one command line before anything is asked or changed.
+
+    Raises:
+      ValueError: for a command or a value that is none.
+    """
+    command, rest = _command(words)
+    if rest or command not in ("status", "review"):
+        _changes(command, rest, config)
+
+
 def run_command(words: Sequence[str], config: Config, control: Control, ledger: Ledger, steering: Steering) -> str:
     """Carries out one command line; returns what to print.
 
     Raises:
       ValueError: for a command or a value that is none; nothing was changed.
     """
-    command, rest = (words[0], list(words[1:])) if words else ("status", [])
+    command, rest = _command(words)
     if command == "status" and not rest:
         return status(config, control, ledger, steering)
     if command == "review" and not rest:
@@ -91,6 +102,10 @@ def run_command(words: Sequence[str], config: Config, control: Control, ledger: 
     decision = Decision("operator", command, ", ".join(changes), reason)
     changed = steering.operate(changes, decision)
     return reason if changed else f"nothing to change: {reason}"
+
+
+def _command(words: Sequence[str]) -> tuple[str, list[str]]:
+    return (words[0], list(words[1:])) if words else ("status", [])
 
 
 def _changes(command: str, rest: list[str], config: Config) -> tuple[dict[str, Any], str]:

@@ -149,3 +149,10 @@ def test_preset_and_file_together_are_refused():
 def test_the_binaries_are_short():
     for path in (Path(__file__).parents[2] / "launchers").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 60, path
+
+
+@pytest.mark.parametrize("binary", ["asyncrl", "asyncrl-compare", "asyncrl-convert"])
+def test_ux_03_a_mistake_in_a_flag_of_a_binary_without_settings_is_one_line_and_exit_code_2(binary):
+    command = Path(sys.executable).with_name(binary)
+    done = subprocess.run([command, "--nonsense"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, f"{binary}: error: unknown flag --nonsense: see --help\n")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from asyncrl_jax.launchers import operate
 
 from asyncrl_jax.config import Config, LearnerConfig, RedisConfig, override
 from asyncrl_jax.config_file import write_config
+from asyncrl_jax.flags import parse_words
 from asyncrl_jax.observe.metrics import read_rows
 from asyncrl_jax.orchestrator.console import run_command
 from asyncrl_jax.orchestrator.loop import Orchestrator
@@ -241,6 +244,31 @@ def test_the_installed_command(asyncrl, server, tmp_path):
     wrong = call("set", "N=1")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "between 2" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["status"], "unreachable for"),
+        (["stauts"], "'stauts' is no command. There are:\nstatus"),
+        (["set", "N=1"], "error: N=1: between 2"),
+        (["--run_dri=x"], "unknown flag --run_dri: did you mean --run_dir"),
+    ],
+)
+def test_a_run_that_is_over_is_named_soon_and_a_wrong_word_at_once(words, complaint, tmp_path, monkeypatch, capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{free.getsockname()[1]}/0"
+    write_config(tmp_path / "config.json", override(Config(), {"redis.url": url}))
+    (tmp_path / "redis").mkdir()
+    monkeypatch.setattr(operate, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(sys, "argv", ["asyncrl", f"--run_dir={tmp_path}", *words])
+    with pytest.raises(SystemExit) as ended:
+        operate.main(parse_words(sys.argv))
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert complaint in errors
+    assert ("--resume=" in errors) == (words == ["status"])
 
 
 def test_the_number_of_actors_by_hand_drains_the_last_ones_before_the_fleet_shrinks(asyncrl):
