@@ -340,8 +340,11 @@ class LocalRun:
 
 
 def role_command(role: str, config_file: Path, *arguments: str) -> list[str]:
-    """What starts a role. No secret stands in it: any user of the machine can read command lines."""
-    return [sys.executable, "-m", f"asyncrl_jax.launchers.{role}", f"--config_file={config_file}", *arguments]
+    """What starts a role. No secret stands in it: any user of the machine can read command lines.
+
+    -P: what is installed runs, also where the working directory is a checkout, which has no `asyncrl_jax/launchers`.
+    """
+    return [sys.executable, "-P", "-m", f"asyncrl_jax.launchers.{role}", f"--config_file={config_file}", *arguments]
 
 
 def read_restarts(run_dir: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from asyncrl_jax.config import Config
+from asyncrl_jax.local.run import role_command
 from asyncrl_jax.transport.server import start_server
 
 
@@ -75,3 +76,12 @@ def test_a_learner_without_demonstrations_says_so_and_asks_for_no_restart(tmp_pa
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert f"{tmp_path / 'run' / 'demonstrations.avro'}: no such file" in done.stderr
+
+
+def test_a_role_is_what_is_installed_also_in_a_directory_that_has_a_package_of_the_name(tmp_path):
+    """As a checkout has, beside an installed wheel: its `asyncrl_jax` has no `launchers`."""
+    (tmp_path / "asyncrl_jax").mkdir()
+    (tmp_path / "asyncrl_jax" / "__init__.py").touch()
+    command = role_command("orchestrator", tmp_path / "config.json", "--no_such_flag")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "unknown flag --no_such_flag" in done.stderr) == (2, True), done.stderr
