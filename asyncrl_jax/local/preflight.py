@@ -136,6 +136,13 @@ def _splits(config: Config) -> Check:
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"its first tasks can't be made: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         return Check("task splits", "", f"--config.environment.name={config.environment.name}: {reason}")
+    (shortest, longest), most = found.lengths, config.environment.max_tokens
+    if longest >= most:
+        problem = (
+            f"--config.environment.max_tokens={most}: a prompt has {longest} tokens, and no answer fits behind it; "
+            "raise it, with --config.model.max_positions and --config.learner.pack_tokens"
+        )
+        return Check("task splits", f"prompts of {shortest} to {longest} tokens", problem, warning=shortest < most)
     counts = f"{found.num_train} training and {found.num_heldout} held-out prompts"
     if found.exact:
         problem = (
@@ -272,6 +279,12 @@ def _demonstrations(config: Config) -> Check:
         return Check("demonstrations", "none needed")
     if path and not Path(path).is_file():
         return Check("demonstrations", path, f"--config.warm_start.demonstrations={path}: no such file")
+    if not path and config.environment.name != "arithmetic":
+        problem = (
+            f"--config.warm_start.num_steps={config.warm_start.num_steps}: 0, since {config.environment.name} has no "
+            "scripted policy; or name a file, --config.warm_start.demonstrations"
+        )
+        return Check("demonstrations", "none", problem)
     return Check("demonstrations", path or "written at the start of the run")
 
 

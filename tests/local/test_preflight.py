@@ -108,24 +108,57 @@ def few(seed, level):
 
 def raises(seed, level):
     raise KeyError("seed")
+
+def long(seed, level):
+    return f"{random.Random(seed).random()}" * 9, lambda answer: 1.0
+
+def sometimes_long(seed, level):
+    return f"{random.Random(seed).random()}" * (9 if level > 1 else 1), lambda answer: 1.0
+
+def right(seed, level):
+    return f"{random.Random(seed).random()}", lambda answer: 1.0
 """
+
+
+def with_function(name, tmp_path, monkeypatch, **changes) -> Config:
+    """The config of a function of `_MY_TASKS`."""
+    module = f"my_{name}"  # an import lasts
+    (tmp_path / f"{module}.py").write_text(_MY_TASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    plain = {"environment.name": f"function:{module}:{name}", "model.vocab_size": 258, "warm_start.num_steps": 0}
+    return override(Config(), plain | changes)
 
 
 @pytest.mark.parametrize(
     ("name", "named"),
     [
         ("few", "are in both: success on held-out tasks would mean nothing; have tasks drawn from more"),
+        ("long", "--config.environment.max_tokens=64: a prompt has "),
         ("raises", "name=function:my_raises:raises: its first tasks can't be made: KeyError: 'seed' ("),
     ],
 )
 def test_tasks_of_the_users_own_that_are_wrong_are_named_with_the_way_out(name, named, tmp_path, monkeypatch):
-    module = f"my_{name}"  # an import lasts
-    (tmp_path / f"{module}.py").write_text(_MY_TASKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    changes = {"environment.name": f"function:{module}:{name}", "model.vocab_size": 258}
-    (problem,) = problems(override(Config(), changes), tmp_path / "run")
+    (problem,) = problems(with_function(name, tmp_path, monkeypatch), tmp_path / "run")
     assert named in problem
     assert name != "raises" or f"{tmp_path}/my_raises.py:8)" in problem, "where"
+
+
+def test_tasks_of_which_only_some_are_too_long_are_a_warning(tmp_path, monkeypatch):
+    config = with_function("sometimes_long", tmp_path, monkeypatch)
+    checks = preflight.check_all(config, tmp_path / "run", own_server=True, resume=False)
+    assert ["max_tokens=64: a prompt has" in check.problem for check in checks if check.warning] == [True]
+    assert not any(check.failed for check in checks)
+
+
+def test_a_warm_start_needs_an_environment_that_can_play_itself_or_a_file(tmp_path, monkeypatch):
+    config = with_function("right", tmp_path, monkeypatch)
+    assert problems(config, tmp_path / "run") == []
+    config = override(config, {"warm_start.num_steps": 5})
+    (problem,) = problems(config, tmp_path / "run")
+    assert "--config.warm_start.num_steps=5: 0, since function:my_right:right has no scripted policy" in problem
+    (tmp_path / "kept.avro").touch()
+    config = override(config, {"warm_start.demonstrations": str(tmp_path / "kept.avro")})
+    assert problems(config, tmp_path / "run") == []
 
 
 @pytest.mark.parametrize(
@@ -178,7 +211,7 @@ def test_a_namespace_that_holds_a_run_is_refused_for_a_new_one(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"environment.name": "chess"}, "--config.environment.name=chess"),
+        ({"environment.name": "chess", "warm_start.num_steps": 0}, "--config.environment.name=chess"),
         ({"model.vocab_size": 4}, "--config.model.vocab_size=4"),
         ({"weights.directory": "ftp://host/weights"}, "use a path, gs:// or s3://"),
         ({"weights.directory": "s3://bucket/weights"}, "asyncrl-jax[s3]"),

@@ -25,6 +25,7 @@ class Overlap:
     num_heldout: int  # distinct prompts
     exact: tuple[Prompt, ...]  # held-out prompts that are in the training set
     near: tuple[tuple[Prompt, Prompt, float], ...]  # held-out prompt, the training prompt nearest to it, similarity
+    lengths: tuple[int, int] = (0, 0)  # of the shortest and the longest prompt of both, in tokens
 
     @property
     def near_share(self) -> float:
@@ -56,7 +57,9 @@ def find_overlap(train: Sequence[Prompt], heldout: Sequence[Prompt], *, n: int =
         nearest = max(similar, key=lambda other: (similar[other], other), default=None)
         if nearest is not None and similar[nearest] >= near:
             found.append((prompt, nearest, similar[nearest]))
-    return Overlap(len(train_set), len(heldout_set), tuple(sorted(train_set & heldout_set)), tuple(found))
+    sizes = [len(prompt) for prompt in grams] or [0]
+    exact = tuple(sorted(train_set & heldout_set))
+    return Overlap(len(train_set), len(heldout_set), exact, tuple(found), (min(sizes), max(sizes)))
 
 
 def check_splits(environment: EnvironmentMaker, levels: Sequence[int], num_tasks_per_level: int) -> Overlap:

@@ -48,7 +48,8 @@ def make_environments(config: Config, services: Services | None = None) -> Envir
     if len(config.environment.level_weights) > environments.num_levels:
         raise ValueError(
             f"--config.environment.level_weights={config.environment.level_weights}: environment "
-            f"{config.environment.name} has {environments.num_levels} levels"
+            f"{config.environment.name} has {environments.num_levels} levels; name a weight for each, as for one level "
+            "--config.environment.level_weights=1 --config.environment.demonstrated_levels=1"
         )
     return environments
 
