@@ -4,8 +4,9 @@
 
 Asked: {"id", "instance", "call": reset | step | score | close | play | drop, "argument"}; an empty object asks for a
 sign of life; drop forgets an instance, ends what it is at and has no answer. Answered: {"id", "result"} or
-{"id", "error": [type, text]}. The mark is a number in memory shared with the actor: the id of the request whose code
-holds the event loop, 0 for none. When the process dies it says who was at it.
+{"id", "error": [type, text]}; a sign of life is {"abandoned"}, the number of threads that work for calls which were
+given up. The mark is a number in memory shared with the actor: the id of the request whose code holds the event loop, 0
+for none. When the process dies it says who was at it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from asyncrl_jax.actor.envs.third_party import third_party_factory
@@ -28,6 +29,27 @@ from asyncrl_jax.types import Task
 MARK_BYTES = 8
 MAX_THREADS = 256
 LINE_BYTES = 16 * 2**20
+
+
+class _Threads(ThreadPoolExecutor):
+    """Knows the requests that its threads work for: a thread can't be ended when its request is."""
+
+    def __init__(self, num_threads: int) -> None:
+        super().__init__(num_threads)
+        self.working: dict[object, int] = {}  # to the request
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        number, mine = _request.get(), object()
+
+        def work() -> Any:
+            self.working[mine] = number
+            try:
+                return call(*args, **named)
+            finally:
+                del self.working[mine]
+
+        return super().submit(work)
+
 
 _request: contextvars.ContextVar[int] = contextvars.ContextVar("request", default=0)  # that a task belongs to
 
@@ -68,32 +90,37 @@ class _Server:
         self._mark = mark
         self._answers = answers
         self._instances: dict[int, Any] = {}
-        self._serving: dict[asyncio.Task[None], int] = {}  # to the instance
+        self._serving: dict[asyncio.Task[None], tuple[int, int]] = {}  # to request and instance
+        self._threads = _Threads(MAX_THREADS)
 
     async def run(self) -> None:
         asyncio.get_running_loop().set_task_factory(self._marked_task)
         # Many environments call their code in a thread; in a pool of the usual size episodes would wait for each other.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS))
+        asyncio.get_running_loop().set_default_executor(self._threads)
         reader = asyncio.StreamReader(limit=LINE_BYTES)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        self._answer({})
+        self._show_life()
         while line := await reader.readline():
             request = json.loads(line)
             if not request:
-                self._answer({})
+                self._show_life()
                 continue
             if request["call"] == "drop":
                 self._drop(request["instance"])
                 continue
             task = asyncio.create_task(self._serve(request))
-            self._serving[task] = request["instance"]
+            self._serving[task] = request["id"], request["instance"]
             task.add_done_callback(self._serving.pop)
 
     def _drop(self, instance: int) -> None:
         self._instances.pop(instance, None)
-        for task, at in self._serving.items():
+        for task, (_, at) in self._serving.items():
             if at == instance:
                 task.cancel()
+
+    def _show_life(self) -> None:
+        served = {0, *(number for number, _ in self._serving.values())}
+        self._write(json.dumps({"abandoned": sum(n not in served for n in list(self._threads.working.values()))}))
 
     def _marked_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
         """A task that a request starts leaves that request's mark."""
@@ -104,11 +131,15 @@ class _Server:
         _request.set(request["id"])
         try:
             result = await _Marked(self._call(request), request["id"], self._mark)
-            answer = {"id": request["id"], "result": result}
-            json.dumps(answer)
-        except Exception as error:  # noqa: BLE001, whatever an environment raises is an answer
-            answer = {"id": request["id"], "error": [type(error).__name__, str(error)[:1000]]}
-        self._answer(answer)
+            line = json.dumps({"id": request["id"], "result": result}, default=_plain)
+            if len(line) >= LINE_BYTES:
+                raise ValueError(f"it said {len(line)} bytes at once, and {LINE_BYTES} can be taken")
+        except BaseException as error:  # whatever an environment raises is an answer, also an exit
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # nobody waits any more
+            line = json.dumps({"id": request["id"], "error": [type(error).__name__, _told(error)]})
+        self._write(line)
 
     async def _call(self, request: dict[str, Any]) -> Any:
         number, argument = request["instance"], request["argument"]
@@ -127,9 +158,23 @@ class _Server:
         await instance.close()
         return None
 
-    def _answer(self, answer: dict[str, Any]) -> None:
-        self._answers.write(json.dumps(answer) + "\n")
+    def _write(self, line: str) -> None:
+        self._answers.write(line + "\n")
         self._answers.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Scalars of NumPy and the like as Python's."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return str(error)[:1000]
+    except Exception as another:  # noqa: BLE001, it may do anything there too
+        return f"its text can't be had: {type(another).__name__}"
 
 
 async def _run(marked: _Marked) -> Any:

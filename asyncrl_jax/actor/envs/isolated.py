@@ -33,6 +33,7 @@ EXIT_LIMIT_S = 1.0  # for a process that said nothing more to end by itself
 WATCH_S = 1.0  # between two looks at a process
 SETTLED_EPISODES = 32  # ended ones, after which what a process takes is what it needs
 MORE_FILES, MORE_PROCESSES = 256, 32  # than then, which are a leak
+MORE_CALLS = 32  # that were given up and go on in threads: their number is limited, and the others' calls wait for them
 _REMEMBERED_SUSPECTS = 1024
 
 
@@ -95,6 +96,7 @@ class EnvironmentProcess:
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}  # id to (instance, answer)
         self._num_ended = 0
+        self._abandoned = 0  # calls that were given up and go on
         self._settled: Usage | None = None
         self._alive_at = 0.0  # when it was last heard, monotonic
         self._asked = False  # to end
@@ -174,18 +176,18 @@ class EnvironmentProcess:
 
     def _kill(self) -> None:
         self._asked = True
+        if self.ended:  # its number may be another's by now
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        with contextlib.suppress(ConnectionError, ValueError):  # ValueError: a line of more than LINE_BYTES
+        try:
             while line := await self._process.stdout.readline():
-                self._alive_at = time.monotonic()
-                answer = json.loads(line)
-                waiting = self._waiting.get(answer.get("id", 0))
-                if waiting is not None and not waiting[1].done():
-                    _resolve(waiting[1], answer)
+                self._heard(json.loads(line))
+        except Exception as error:  # noqa: BLE001, what says anything else is not to be trusted with episodes
+            log.error("an environment process is killed for what it said: %.500r", error)
         if not self._asked:
             self._counters.environments_died += 1
             with contextlib.suppress(TimeoutError):  # its exit code says what it died of
@@ -194,6 +196,16 @@ class EnvironmentProcess:
         self._kill()
         await reap(self._process)
         self._end()
+
+    def _heard(self, answer: Any) -> None:
+        """Takes an answer or a sign of life; raises anything for what is neither."""
+        self._alive_at = time.monotonic()
+        if "id" not in answer:
+            self._abandoned = int(answer["abandoned"])
+            return
+        waiting = self._waiting.get(answer["id"])
+        if waiting is not None and not waiting[1].done():
+            _resolve(waiting[1], answer)
 
     def _end(self) -> None:
         """Tells all who wait. The mark says whose code was running; without one, all who were in a call are suspect."""
@@ -230,6 +242,7 @@ class EnvironmentProcess:
             (used.rss_bytes - self._settled.rss_bytes, self._limits.more_memory_bytes, "bytes of memory"),
             (used.open_files - self._settled.open_files, MORE_FILES, "open files"),
             (used.processes - self._settled.processes, MORE_PROCESSES, "processes"),
+            (self._abandoned, MORE_CALLS, "threads of calls that were given up"),
         ]
         for taken, limit, what in more:
             if taken > limit:

@@ -23,6 +23,7 @@ from asyncrl_jax.types import Task
 
 ROUGH = "text:rough:ROUGH"
 DIES, SEGFAULTS, BLOCKS, HANGS, LEAKS, WAITS, NAPS, FINE = 5, 6, 7, 8, 9, 10, 11, 100
+GARBLES, EXITS, GIVES_UP, FLOODS, UNSPEAKABLE, NUMPY, HANGS_IN_A_THREAD = range(13, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +150,75 @@ def test_env_10_a_call_that_never_returns_is_left_and_its_instance_forgotten():
     (_, score), running = play(script)
     assert score.success
     assert running == [0]
+
+
+@pytest.mark.parametrize(
+    ("index", "told"), [(EXITS, "enough"), (GIVES_UP, ""), (FLOODS, "bytes"), (UNSPEAKABLE, "text")]
+)
+def test_env_01_whatever_an_environment_raises_or_says_ends_its_call_at_once_and_takes_nobody_with_it(index, told):
+    async def script(tasks):
+        results = await asyncio.wait_for(
+            asyncio.gather(episode(tasks, index), episode(tasks, WAITS), return_exceptions=True), 20
+        )
+        return results, tasks.processes.counters
+
+    (error, (_, score)), counters = play(script)
+    assert isinstance(error, ValueError if index == FLOODS else EnvironmentRaised)
+    assert told in str(error)
+    assert score.success
+    assert (counters.environments_started, counters.environments_died) == (1, 0)
+
+
+def test_rewards_may_be_numpys():
+    _, score = play(lambda tasks: episode(tasks, NUMPY))
+    assert (score.final, score.success) == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        '"x"',
+        "7",
+        "nonsense",
+        "{}",
+        '{"abandoned": []}',
+        '{"id": []}',
+        '{"id": 2}',
+        '{"id": 2, "error": 5}',
+        '{"id": 2, "error": [5, 5]}',
+        "[" * 10**5,
+    ],
+)
+def test_a_process_that_says_what_is_no_answer_is_replaced_at_once(line):
+    async def script(tasks):
+        await tasks.processes.start()
+        error = (await asyncio.gather(episode(tasks, GARBLES, line), return_exceptions=True))[0]
+        return error, await episode(tasks, FINE), tasks.processes.counters
+
+    error, (_, score), counters = play(script)
+    assert isinstance(error, EnvironmentDied)
+    assert score.success
+    assert counters.environments_died == 1
+
+
+def test_env_09_calls_that_are_given_up_and_never_end_do_not_take_all_threads(monkeypatch):
+    monkeypatch.setattr(isolated, "WATCH_S", 0.05)
+    monkeypatch.setattr(isolated, "SETTLED_EPISODES", 2)
+    monkeypatch.setattr(isolated, "MORE_CALLS", 3)
+
+    async def script(tasks):
+        first, _ = await episode(tasks, FINE)
+        for _ in range(4):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(episode(tasks, HANGS_IN_A_THREAD), 0.2)
+        await asyncio.sleep(0.5)
+        return first, await episode(tasks, FINE), tasks.processes.counters
+
+    first, (then, score), counters = play(script)
+    assert first != then
+    assert score.success
+    assert counters.environments_leaking == 1
 
 
 def test_env_09_a_process_that_takes_more_and_more_is_replaced_when_its_episodes_have_ended(monkeypatch):
