@@ -72,6 +72,7 @@ def headline(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"mean {_number(lag['mean'])}, p95 {_number(lag['p95'])}, max {_number(lag['max'])} of {lag['bound']}; "
             f"{lag['over_bound_tokens']} over",
         ),
+        ("reward, held-out", _change(summary["reward_before"], summary["reward_after"])),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
         ("effective tokens", _effective(summary)),
         ("learner busy", "–" if summary["learner_busy"] is None else f"{summary['learner_busy']:.0%}"),

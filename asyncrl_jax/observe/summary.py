@@ -131,6 +131,8 @@ def summarise(data: RunData) -> dict[str, Any]:
         "success_by_level_after": _by_level(after),
         "evaluation_tasks_before": _tasks(before),
         "evaluation_tasks_after": _tasks(after),
+        "reward_before": None if before is None else round(before.mean_reward, 4),
+        "reward_after": None if after is None else round(after.mean_reward, 4),
         "evaluations": len(data.evaluations),
         "learner_busy": _busy(rows),
         "tokens_trained": num_tokens,

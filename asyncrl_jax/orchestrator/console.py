@@ -1,7 +1,8 @@
 """What a human may ask of a run and set in it while it runs. Every change is a line in the decision log.
 
 status                             leader, progress, N, buckets, breakers, holds, actors, newest decisions
-set N=6 temperature=0.9 …          see `SETTINGS`; `NAME=auto` gives a setting back to the rules
+set N=6 temperature=0.9 …          also mode, actors, learning_rate_scale, weight.<bucket>, breaker.<target> and
+                                   archive_reset; NAME=auto gives a setting back to the rules
 pause | resume                     issue nothing | go on, also after the run paused itself
 drain [ACTOR …]                    the whole run: finish what is outstanding, then stop; or these actors
 resume ACTOR …                     let drained actors claim again

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from asyncrl_jax.config import Config, override
 from asyncrl_jax.observe import picture
-from asyncrl_jax.observe.report import page, print_summary, write_report
+from asyncrl_jax.observe.report import headline, page, print_summary, write_report
 from asyncrl_jax.observe.summary import read_sessions, summarise, wilson_interval
 from tests.observe.synthetic import evaluation, run_data
 
@@ -49,6 +49,15 @@ def test_success_counts_demonstrated_levels_and_keeps_the_others_apart():
     assert (summary["success_undemonstrated_before"], summary["success_undemonstrated_after"]) == (0.0, 0.5)
     assert summary["success_by_level_after"] == {"1": 1.0, "2": 0.8, "3": 0.5}
     assert summary["evaluation_tasks_after"] == {"1": 10, "2": 10, "3": 10}
+
+
+def test_reward_on_held_out_tasks_stands_beside_success_where_nothing_counts_as_one():
+    """A task that pays by parts may be learnt without one whole success."""
+    results = [evaluation(0, {1: 0.0}, 10, 1.0), evaluation(5, {1: 0.0}, 10, 2.0)]
+    results = [dataclasses.replace(one, mean_reward=reward) for one, reward in zip(results, (0.02, 0.31), strict=True)]
+    data = dataclasses.replace(run_data(num_updates=5), evaluations=results)
+    assert ("reward, held-out", "0.020 → 0.310") in headline(summarise(data))
+    assert ("reward, held-out", "– → –") in headline(summarise(dataclasses.replace(data, evaluations=[])))
 
 
 def test_of_two_evaluations_of_one_version_the_larger_counts():
