@@ -85,8 +85,11 @@ async def answer_calls(
     Raises:
       ToolBroken: from a tool; the other calls are cancelled.
     """
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_answer(call, tools, timeout_s)) for call in calls]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_answer(call, tools, timeout_s)) for call in calls]
+    except ExceptionGroup as broken:  # the first is what the fault is counted as
+        raise broken.exceptions[0] from None
     answers = [task.result() for task in tasks]
     outcomes.update(f"{name if name in tools else 'unknown'}/{outcome}" for name, _, outcome in answers)
     return [
@@ -101,30 +104,33 @@ async def _answer(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], tim
     if call.name not in tools:
         return call.name, f"error: no tool {call.name!r}; there are: {', '.join(sorted(tools))}", "wrong_call"
     tool = tools[call.name]
-    problem = _problem(call.arguments, tool.parameters)
-    if problem:
-        return call.name, f"error: {problem}", "wrong_call"
     try:
+        problem = _problem(call.arguments, tool.parameters)
+        if problem:
+            return call.name, f"error: {problem}", "wrong_call"
         async with asyncio.timeout(None if tool.limits_itself else timeout_s) as limit:
             return call.name, await tool.call(call.arguments), "ok"
     except ToolFailed as error:
         return call.name, f"error: {error}", error.outcome
-    except TimeoutError as error:
-        if not limit.expired():
-            raise ToolBroken(f"tool {call.name}: {error!r}") from error
-        return call.name, f"error: no answer within {timeout_s:g} s", "timeout"
+    except ToolBroken:
+        raise
+    except Exception as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            return call.name, f"error: no answer within {timeout_s:g} s", "timeout"
+        raise ToolBroken(f"tool {call.name}: {repr(error)[:500]}") from error
 
 
 def _problem(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
     """What is wrong with the arguments; names and plain types are checked, the tool checks the rest."""
-    properties: Mapping[str, Any] = parameters.get("properties", {})
+    properties: Mapping[str, Any] = parameters.get("properties") or {}
     for name in parameters.get("required", ()):
         if name not in arguments:
             return f"argument {name!r} is missing"
     for name, value in arguments.items():
         if name not in properties:
             return f"no argument {name!r}; there are: {', '.join(sorted(properties))}"
-        kind = str(properties[name].get("type"))
+        schema = properties[name]  # or True, for whatever there is
+        kind = str(schema.get("type")) if isinstance(schema, Mapping) else ""
         wrong = kind in _TYPES and (
             not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")
         )

@@ -32,7 +32,7 @@ class McpServer:
         self.address = address
         self._timeout_s = timeout_s
         self._connecting = asyncio.Lock()
-        self._client: Any = None
+        self._there: asyncio.Future[Any] | None = None  # the client, of the connection that is held
         self._holding: asyncio.Task[None] | None = None
         self._leave = asyncio.Event()
 
@@ -54,19 +54,24 @@ class McpServer:
           ToolFailed: if the tool says that it failed, or says nothing in time.
           ToolBroken: if the server can't be reached or dies.
         """
+        from anyio import BrokenResourceError, ClosedResourceError, EndOfStream
         from mcp import MCPError
 
-        client = await self._connected()
+        client, holding = await self._connected()
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = await client.call_tool(name, dict(arguments))
         except TimeoutError:
             raise ToolFailed(f"no answer within {self._timeout_s:g} s", "timeout") from None
         except MCPError as error:
-            if self._holding is None or self._holding.done() or "closed" in str(error).lower():
-                await self._disconnect()
-                raise ToolBroken(f"MCP server {self.address}: {error}") from error
-            raise ToolFailed(str(error)) from None
+            if not holding.done() and "closed" not in str(error).lower():
+                raise ToolFailed(str(error)) from None
+            await self._disconnect(holding)
+            raise ToolBroken(f"MCP server {self.address}: {error}") from error
+        except Exception as error:  # an answer that is none, or a connection that ended while it was used
+            if isinstance(error, (OSError, ClosedResourceError, BrokenResourceError, EndOfStream)):
+                await self._disconnect(holding)
+            raise ToolBroken(f"MCP server {self.address}: {_reason(error)[:500]}") from error
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
             raise ToolFailed(text)
@@ -75,21 +80,24 @@ class McpServer:
     async def close(self) -> None:
         """Ends the connection, and the server where it was started here."""
         async with self._connecting:
-            await self._disconnect()
+            if self._holding is not None:
+                await self._disconnect(self._holding)
 
-    async def _connected(self) -> Any:
+    async def _connected(self) -> tuple[Any, asyncio.Task[None]]:
+        """The client, and what holds its connection. Whoever stops waiting leaves the connection to the others."""
         async with self._connecting:
-            if self._holding is None or self._holding.done():
-                self._leave = asyncio.Event()
-                there: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                self._holding = asyncio.create_task(self._hold(there, self._leave), name=f"MCP {self.address}")
-                try:
-                    async with asyncio.timeout(CONNECT_LIMIT_S):
-                        self._client = await there
-                except Exception as error:
-                    await self._disconnect()
-                    raise ToolBroken(f"MCP server {self.address}: {_reason(error)}") from error
-            return self._client
+            if self._holding is None or self._there is None or self._holding.done():
+                self._leave, self._there = asyncio.Event(), asyncio.get_running_loop().create_future()
+                self._there.add_done_callback(lambda there: there.exception())  # heard, also if nobody waits any more
+                holding = self._hold(self._there, self._leave)
+                self._holding = asyncio.create_task(holding, name=f"MCP {self.address}")
+            there, held = self._there, self._holding
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S):
+                return await asyncio.shield(there), held
+        except Exception as error:
+            await self._disconnect(held)
+            raise ToolBroken(f"MCP server {self.address}: {_reason(error)}") from error
 
     async def _hold(self, there: asyncio.Future[Any], leave: asyncio.Event) -> None:
         """A connection from start to end; both must be of one task."""
@@ -102,14 +110,19 @@ class McpServer:
                 log.warning("MCP server %s is gone: %s", self.address, _reason(error))
             else:
                 there.set_exception(error)
+        finally:
+            if not there.done():
+                there.set_exception(ConnectionError("it was closed before it was there"))
 
-    async def _disconnect(self) -> None:
-        holding, self._holding, self._client = self._holding, None, None
+    async def _disconnect(self, holding: asyncio.Task[None]) -> None:
+        """Ends this connection, if it is still the one that is held: another may have come since."""
+        if self._holding is not holding:
+            return
+        self._holding = None
         self._leave.set()
-        if holding is not None:
-            _, late = await asyncio.wait({holding}, timeout=CONNECT_LIMIT_S)
-            for task in late:
-                task.cancel()
+        _, late = await asyncio.wait({holding}, timeout=CONNECT_LIMIT_S)
+        for task in late:
+            task.cancel()
 
     async def _list(self) -> list[McpTool]:
         async with asyncio.timeout(CONNECT_LIMIT_S), _client(self.address) as client:

@@ -202,6 +202,19 @@ def test_a_broken_tool_fails_the_episode_and_is_named():
     with pytest.raises(EpisodeFailed, match="no such machine") as failed:
         _play(_source(tools=[Broken()]), '<tool_call>{"name": "broken"}</tool_call>')
     assert failed.value.stage == "step"
+    assert isinstance(failed.value.__cause__, ToolBroken)  # what the fault is counted as
+
+
+def test_a_tool_that_raises_anything_else_is_broken_too():
+    class Odd(Slow):
+        name = "odd"
+
+        async def call(self, arguments):
+            raise KeyError("lost")
+
+    with pytest.raises(EpisodeFailed, match="tool odd: KeyError") as failed:
+        _play(_source(tools=[Odd()]), '<tool_call>{"name": "odd"}</tool_call>')
+    assert isinstance(failed.value.__cause__, ToolBroken)
 
 
 def test_without_tools_a_call_is_an_answer_like_any_other():

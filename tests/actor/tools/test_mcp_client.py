@@ -18,7 +18,9 @@ COMMAND = f"{sys.executable} {Path(__file__).with_name('mcp_server.py')}"
 
 
 def children():
-    return [child for child in psutil.Process().children(recursive=True) if "mcp_server" in " ".join(child.cmdline())]
+    return [
+        child for child in psutil.Process().children(recursive=True) if "mcp_server.py" in " ".join(child.cmdline())
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,53 @@ def test_a_server_that_dies_is_the_tools_fault_and_is_started_again(server, tool
         return await tools["add"].call({"a": 1, "b": 1})
 
     assert play(server, script()) == "2"
+
+
+@pytest.fixture(scope="module")
+def rough():
+    server = McpServer(f"{sys.executable} {Path(__file__).with_name('rough_mcp_server.py')}", timeout_s=2.0)
+    return server, mcp_tools([server])
+
+
+@pytest.mark.parametrize(("tool", "says"), [("no_content", "content"), ("other_than_it_said", "tructured")])
+def test_an_answer_that_is_none_is_the_servers_fault_and_named(rough, tool, says):
+    server, tools = rough
+    outcomes = collections.Counter()
+    options = {"timeout_s": 1.0, "max_characters": 1000, "outcomes": outcomes}
+
+    async def script():
+        with pytest.raises(ToolBroken, match=says):
+            await answer_calls([ToolCall(tool, {})], tools, **options)
+        return await answer_calls([ToolCall("noisy", {"anything": [1]})], tools, **options)
+
+    assert [message.content for message, _ in play(server, script())] == ["fine"]
+
+
+def test_a_call_that_is_given_up_while_the_server_starts_leaves_the_connection_to_the_next():
+    server = McpServer(f"{sys.executable} {Path(__file__).with_name('rough_mcp_server.py')} 1.0", timeout_s=2.0)
+
+    async def script():
+        given_up = asyncio.create_task(server.call("noisy", {}))
+        await asyncio.sleep(0.3)
+        next_one = asyncio.create_task(server.call("noisy", {}))
+        await asyncio.sleep(0.1)
+        given_up.cancel()
+        return await next_one, await server.call("noisy", {}), len(children())
+
+    assert play(server, script()) == ("fine", "fine", 1)
+
+
+def test_a_call_of_a_connection_that_has_ended_leaves_the_next_connection_alone(server, tools):
+    async def script():
+        dying, late = await asyncio.gather(
+            *(asyncio.create_task(tools[name].call({})) for name in ("die", "sleep")), return_exceptions=True
+        )
+        _, holding = await server._connected()
+        for _ in range(3):
+            await server._disconnect(asyncio.create_task(asyncio.sleep(0)))  # as a call of the ended one would
+        return type(dying), type(late), holding.done(), await tools["add"].call({"a": 1, "b": 1})
+
+    assert play(server, script()) == (ToolBroken, ToolBroken, False, "2")
 
 
 def test_a_server_that_is_not_there_is_named():
