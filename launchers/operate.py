@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         print(console.run_command(argv[1:], config, *parts))
     except RedisUnavailable as error:
         own = f"; a run that has ended is gone on with by asyncrl-local --resume={run_dir}"
-        exit_with(f"{error}{own if (run_dir / 'redis').is_dir() else ''}")
+        exit_with(f"{str(error).rstrip('.')}{own if (run_dir / 'redis').is_dir() else ''}")
     except (ValueError, OSError) as error:
         exit_with(str(error))
     return 0

@@ -113,6 +113,8 @@ def phase_name(snapshot: Snapshot | None) -> str:
         return "finished"
     if snapshot.state is None:
         return "starting"
+    if snapshot.state.phase == "warm_start" and snapshot.state.update:  # behind the learner's restored state
+        return "resuming"
     return {"warm_start": "warm start", "training": "training", "done": "last evaluation"}.get(
         snapshot.state.phase, snapshot.state.phase
     )
@@ -124,7 +126,7 @@ def plain_line(config: Config, snapshot: Snapshot | None, elapsed_s: float) -> s
     if snapshot is None or snapshot.state is None:
         return parts[0]
     learner = snapshot.learner
-    if snapshot.state.phase == "warm_start":
+    if phase_name(snapshot) == "warm start":
         step = learner.get("warm_start_step", 0)
         return f"{parts[0]} step {step}/{config.warm_start.num_steps}{'' if step else ', compiling'}"
     parts[0] += f" update {snapshot.state.update}/{config.learner.num_updates}"
@@ -188,7 +190,7 @@ def _classes(config: Config, snapshot: Snapshot) -> Mapping[str, ClassSeen]:
 def _progress(config: Config, snapshot: Snapshot) -> RenderableType:
     if snapshot.state is None:
         return Text("waiting for the learner")
-    if snapshot.state.phase == "warm_start":
+    if phase_name(snapshot) == "warm start":
         done, total, unit = snapshot.learner.get("warm_start_step", 0), config.warm_start.num_steps, "warm-start steps"
     else:
         done, total, unit = snapshot.state.update, config.learner.num_updates, f"updates, v{snapshot.state.version}"

@@ -242,7 +242,8 @@ def _buckets(states: rounds.States, beat: Mapping[str, Any]) -> list[str]:
     issued = states.issued
     all_issued, all_trained = max(sum(issued.values()), 1), max(sum(trained.values()), 1)
     return [
-        f"bucket     {name}: success {bucket.success:.2f}, {issued.get(name, 0) / all_issued:.0%} of what was issued, "
+        f"bucket     {name}: success {f'{bucket.success:.2f}' if bucket.groups else '–'}, "
+        f"{issued.get(name, 0) / all_issued:.0%} of what was issued, "
         f"{trained.get(name, 0) / all_trained:.0%} of what was trained"
         for name, bucket in sorted(states.curriculum.buckets.items(), key=lambda item: curriculum.split_bucket(item[0]))
     ]

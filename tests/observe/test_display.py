@@ -92,9 +92,17 @@ def test_the_table_shows_actors_and_restarts():
 
 
 def test_the_warm_start_shows_its_steps():
-    text = plain_line(Config(), snapshot("warm_start", warm_start_step=300), 9.0)
+    shown = snapshot("warm_start", warm_start_step=300)
+    shown = dataclasses.replace(shown, state=LearnerState(line=0, update=0, version=0, phase="warm_start"))
+    text = plain_line(Config(), shown, 9.0)
     assert text == f"[    9 s] warm start step 300/{Config().warm_start.num_steps}"
-    assert f"300/{Config().warm_start.num_steps} warm-start steps" in drawn(snapshot("warm_start", warm_start_step=300))
+    assert f"300/{Config().warm_start.num_steps} warm-start steps" in drawn(shown)
+
+
+def test_a_learner_that_resumes_does_not_warm_up_again():
+    shown = snapshot("warm_start", warm_start_step=0)
+    assert plain_line(Config(), shown, 9.0).startswith("[    9 s] resuming update 12/160 | ")
+    assert "12/160 updates" in drawn(shown)
 
 
 def test_a_redis_that_is_away_is_said():

@@ -16,6 +16,8 @@ from asyncrl_jax.config import Config, LearnerConfig, RedisConfig, override
 from asyncrl_jax.config_file import write_config
 from asyncrl_jax.flags import parse_words
 from asyncrl_jax.observe.metrics import read_rows
+from asyncrl_jax.orchestrator import console, memory
+from asyncrl_jax.orchestrator import round as rounds
 from asyncrl_jax.orchestrator.console import run_command
 from asyncrl_jax.orchestrator.loop import Orchestrator
 from asyncrl_jax.transport.fencing import Deposed, Fence, Leadership
@@ -91,6 +93,17 @@ def test_each_class_of_hosts_has_a_line_where_there_are_several(asyncrl):
     )
     assert "class      dear: 1 of 1 actors, 512 slots each, 4 episodes, 100 tok/s, accelerator busy 25%" in lines
     assert "actor      dear-0: v3, 4 episodes, accelerator busy 25%" in lines
+
+
+def test_the_success_of_a_bucket_is_not_known_before_its_first_group(asyncrl):
+    asyncrl.tick()
+    (line,) = [line for line in asyncrl("status").splitlines() if line.startswith("bucket     arithmetic/1:")]
+    assert line.startswith("bucket     arithmetic/1: success –, ")
+    states = memory.load(rounds.initial_states(asyncrl.config), asyncrl.space.steering.states())
+    bucket = dataclasses.replace(states.curriculum.buckets["arithmetic/1"], success=0.25, groups=1.0)
+    seen = dataclasses.replace(states.curriculum, buckets={"arithmetic/1": bucket})
+    (line,) = console._buckets(dataclasses.replace(states, curriculum=seen), {})
+    assert line.startswith("bucket     arithmetic/1: success 0.25, ")
 
 
 def test_metrics_have_a_row_of_each_class_where_there_are_several(asyncrl, tmp_path):
