@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import io
+import json
 import socket
 import subprocess
 import sys
@@ -94,6 +96,68 @@ def test_an_error_of_the_server_is_the_episodes_and_the_instance_connects_anew(u
         return (await instance.step("x")).done
 
     assert play(url, script)
+
+
+NONSENSE = [
+    "no JSON",
+    [],
+    {"type": "observation"},
+    {"type": "observation", "data": 5},
+    {"type": "observation", "data": {"observation": []}},
+    {"type": "observation", "data": {"observation": {"text": "x"}, "reward": "much", "done": True}},
+    {"type": "observation", "data": {"observation": {"text": "x"}, "reward": 1.0, "done": "no"}},
+]
+
+
+class Talker:
+    """Answers resets well and steps by the index that they ask for; counts who is connected."""
+
+    def __init__(self):
+        self.num_connected = 0
+
+    async def __call__(self, socket):
+        self.num_connected += 1
+        try:
+            async for message in socket:
+                asked = json.loads(message)
+                answer = {
+                    "type": "observation",
+                    "data": {"observation": {"text": "ask"}, "reward": None, "done": False},
+                }
+                if asked["type"] == "step":
+                    answer = NONSENSE[int(asked["data"]["text"])]
+                await socket.send(answer if isinstance(answer, str) else json.dumps(answer))
+        finally:
+            self.num_connected -= 1
+
+
+def test_an_answer_that_is_none_costs_the_episode_and_leaves_no_session_open(monkeypatch):
+    from websockets.asyncio.server import serve
+
+    schema = {"action": {"properties": {"text": {"type": "string"}}}}
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(json.dumps(schema).encode()))
+
+    async def run():
+        talker = Talker()
+        async with serve(talker, "127.0.0.1", 0) as server:
+            tasks = OpenEnvTasks(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 1)
+            for index in range(len(NONSENSE)):
+                for _ in range(3):
+                    instance = tasks()
+                    await instance.reset(task_of(tasks, 1))
+                    with pytest.raises(ValueError, match=r"an answer|done is|reward is|JSON|Expecting"):
+                        await instance.step(str(index))
+                    await instance.close()
+            for _ in range(3):  # whose instance is not used again, though nothing failed
+                instance = tasks()
+                await instance.reset(task_of(tasks, 1))
+                await instance.close()
+            await asyncio.sleep(0.1)
+            found = talker.num_connected, len(tasks.sockets)
+            await tasks.close()
+            return found
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == (1, 1)
 
 
 def test_what_is_no_server_is_named():

@@ -190,6 +190,7 @@ def test_orch_06_one_that_blocks_is_killed_and_the_next_episode_is_played(monkey
     async def script(episode, services):
         with pytest.raises(EpisodeFailed):
             await episode(1, "block")
+        await services.start()  # which may take longer than an episode may
         fine, _ = await episode(2, "2")
         return fine, services.values()
 

@@ -56,7 +56,8 @@ class OpenEnvTasks:
         if len(fields) != 1:
             raise ValueError(f"{where}: an action must have one field of text, this one's are {fields or 'none'}")
         self.field = fields[0]
-        self.sockets: set[Any] = set()  # of all instances
+        self.sockets: set[Any] = set()  # of all sessions
+        self.idle: list[Any] = []  # of these, without an episode
         self.identity = f"{self.name}-{xxhash.xxh3_64_hexdigest(json.dumps(schema, sort_keys=True).encode())}"
 
     def __call__(self) -> TextEnvironment:
@@ -88,7 +89,7 @@ class _OpenEnvEpisode:
     async def reset(self, task: Task) -> Sequence[Message]:
         seed = derive_seed(0, self._tasks.name, task.split, task.level, task.index) % 2**31
         if self._socket is None:
-            await self._connect()
+            self._socket = self._tasks.idle.pop() if self._tasks.idle else await self._connect()
         answer = await self._ask("reset", {"seed": seed, "level": task.level})
         self._reward = 0.0
         return [Message("user", _shown(answer["observation"]))]
@@ -96,39 +97,57 @@ class _OpenEnvEpisode:
     async def step(self, text: str) -> TextObservation:
         answer = await self._ask("step", {self._tasks.field: text})
         self._reward += float(answer["reward"] or 0.0)
-        return TextObservation((Message("user", _shown(answer["observation"])),), done=bool(answer["done"]))
+        return TextObservation((Message("user", _shown(answer["observation"])),), done=answer["done"])
 
     async def score(self) -> TextScore:
         return TextScore(self._reward, success=self._reward == 1.0)
 
     async def close(self) -> None:
-        """The session is kept: it is reset for the next episode."""
+        """The session is kept, whatever becomes of this instance: it is reset for the next episode."""
+        if self._socket is not None:
+            self._tasks.idle.append(self._socket)
+            self._socket = None
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> Any:
         from websockets.asyncio.client import connect
 
-        self._socket = await connect(f"ws{self._tasks.url.removeprefix('http')}/ws", max_size=MAX_MESSAGE_BYTES)
-        self._tasks.sockets.add(self._socket)
+        socket = await connect(f"ws{self._tasks.url.removeprefix('http')}/ws", max_size=MAX_MESSAGE_BYTES)
+        self._tasks.sockets.add(socket)
+        return socket
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """One request. A session in which one failed, or was given up, is not used again."""
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """One request. A session in which one failed, was given up or was answered by nonsense is not used again."""
         socket, self._socket = self._socket, None
         try:
             await socket.send(json.dumps({"type": kind, "data": data}))
-            answer = json.loads(await socket.recv())
+            result = _result(json.loads(await socket.recv()), kind)
         except BaseException:
-            self._give_up(socket)
+            self._tasks.sockets.discard(socket)
+            socket.transport.abort()
             raise
-        if answer["type"] == "error":
-            self._give_up(socket)
-            raise OpenEnvFailed(str(answer["data"].get("message", answer["data"])))
         self._socket = socket
-        result: dict[str, Any] = answer["data"]
         return result
 
-    def _give_up(self, socket: Any) -> None:
-        self._tasks.sockets.discard(socket)
-        socket.transport.abort()
+
+def _result(answer: Any, kind: str) -> Mapping[str, Any]:
+    """What the server says to a reset or a step.
+
+    Raises:
+      OpenEnvFailed: if it says that it failed.
+      ValueError: if it says anything else.
+    """
+    data = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(data, dict):
+        raise ValueError(f"an answer without data: {answer!r:.200}")
+    if answer.get("type") == "error":
+        raise OpenEnvFailed(str(data.get("message", data))[:1000])
+    if not isinstance(data.get("observation"), dict):
+        raise ValueError(f"an answer without an observation: {data!r:.200}")
+    if kind == "step" and not isinstance(data.get("done"), bool):
+        raise ValueError(f"done is {data.get('done')!r:.40}")
+    if kind == "step" and not isinstance(data.get("reward"), (int, float, type(None))):
+        raise ValueError(f"reward is {data.get('reward')!r:.40}")
+    return data
 
 
 def _shown(observation: Mapping[str, Any]) -> str:
