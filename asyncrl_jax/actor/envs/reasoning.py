@@ -19,12 +19,14 @@ from asyncrl_jax.types import Task
 MAX_LEVELS = 5
 INSTRUCTION = "Solve the problem. Give the final answer, and nothing else, between <answer> and </answer>."
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CLOSING = "</answer>"
+_ANSWER = re.compile(f"<answer>(.*?){_CLOSING}", re.DOTALL)
 
 
 def extract_answer(text: str) -> str | None:
     """What stands in the last pair of answer tags; None if there is none."""
-    answers = _ANSWER.findall(text)
+    end = text.rfind(_CLOSING)
+    answers = _ANSWER.findall(text[: end + len(_CLOSING)]) if end >= 0 else []  # openings behind it find nothing
     return answers[-1].strip() if answers else None
 
 

@@ -48,6 +48,7 @@ async def _play(factory, task, answer_of):
 def test_an_answer_stands_in_the_last_pair_of_tags():
     assert extract_answer("<answer>1</answer> no, <answer> 2\n</answer>") == "2"
     assert extract_answer("2") is None
+    assert extract_answer("<answer>" * 50_000) is None  # at once, not after looking for an end from each of them
 
 
 def test_a_reasoning_task_is_the_same_everywhere_and_scored_by_its_data_set():

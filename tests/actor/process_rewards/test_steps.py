@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 
 import numpy as np
 import pytest
@@ -57,6 +58,47 @@ def test_a_text_ends_steps_within_a_turn(turn, steps):
     assert [step.before for step in found] == ["ask"] + [""] * (len(steps) - 1) + ["hm"]
     ends = np.cumsum([len(step.encode()) for step in steps]) + 3
     assert [step.end for step in found] == [*ends, ends[-1] + 3]
+
+
+def plainly_cut(text, step_end):
+    """Texts of the steps of one turn, looked for byte by byte."""
+    steps, begun = [], 0
+    for end in range(1, len(text) + 1):
+        said = text[begun:end].lstrip()
+        while said.startswith(step_end):
+            said = said.removeprefix(step_end).lstrip()
+        if step_end in said:
+            steps.append(text[begun:end])
+            begun = end
+    if begun < len(text) and (not steps or text[begun:].strip()):
+        steps.append(text[begun:])
+    elif begun < len(text):
+        steps[-1] += text[begun:]
+    return steps
+
+
+@pytest.mark.parametrize("step_end", ["\n", "\n\n", "ab", "aa"])
+def test_steps_are_those_that_are_found_byte_by_byte(step_end):
+    drawn = random.Random(7)
+    for _ in range(300):
+        turn = "".join(drawn.choice("aab \n") for _ in range(drawn.randint(1, 40)))
+        assert [step.text for step in cut("ask", turn, step_end=step_end)] == plainly_cut(turn, step_end), repr(turn)
+
+
+@pytest.mark.parametrize("turn", ["x" * 3000 + "\n", "x" * 3000 + "\n" + "y" * 3000, "x\n" * 3000, "\n" * 3000])
+def test_what_a_policy_writes_is_made_into_text_a_few_times_and_not_once_for_each_token(turn):
+    tokens = np.array(BYTES.encode("?" + turn), np.int32)
+    mask = np.ones(len(tokens), np.uint8)
+    mask[0] = 0
+    num_made = 0
+
+    def text(some):
+        nonlocal num_made
+        num_made += len(some)
+        return BYTES.decode(some)
+
+    steps_of(tokens, mask, text, "\n")
+    assert num_made < 20 * len(tokens)
 
 
 def test_marks_of_turns_are_no_text():
