@@ -170,6 +170,7 @@ class ToolsConfig:
         (), "MCP servers whose tools are offered too: URLs, or command lines that start one; needs the extra mcp"
     )
     timeout_s: float = setting(10.0, "longest one call may take, in seconds")
+    max_calls: int = setting(16, "calls of one turn that are made; further ones are answered by an error")
     max_malformed: int = setting(3, "malformed calls that are answered; the next one ends the episode")
     max_result_characters: int = setting(4000, "longest answer of a call; the middle of a longer one is left out")
     sandbox: str = setting(
@@ -181,6 +182,7 @@ class ToolsConfig:
 
     def __post_init__(self) -> None:
         require(self.timeout_s > 0, "tools.timeout_s", self.timeout_s, "more than 0")
+        require(self.max_calls >= 1, "tools.max_calls", self.max_calls, "at least 1")
         require(self.max_malformed >= 0, "tools.max_malformed", self.max_malformed, "at least 0")
         require(
             self.max_result_characters >= 2, "tools.max_result_characters", self.max_result_characters, "at least 2"

@@ -112,6 +112,7 @@ class ChatEpisode:
         answers = await answer_calls(
             calls,
             self._source.tools,
+            max_calls=self._source.config.max_calls,
             timeout_s=self._source.config.timeout_s,
             max_characters=self._source.config.max_result_characters,
             outcomes=self._source.outcomes,

@@ -66,6 +66,7 @@ async def answer_calls(
     calls: Sequence[ToolCall | MalformedCall],
     tools: Mapping[str, Tool],
     *,
+    max_calls: int,
     timeout_s: float,
     max_characters: int,
     outcomes: collections.Counter[str],
@@ -75,6 +76,7 @@ async def answer_calls(
     Args:
       calls: of the turn, in order.
       tools: by name.
+      max_calls: that are made; those behind them are wrong, so that one turn can't take the tools from all others.
       timeout_s: for each call of a tool that does not limit itself; what is still running then is cancelled.
       max_characters: of one answer; the middle of a longer one is left out.
       outcomes: counts the calls, by "tool/outcome"; outcomes are ok, failed, timeout, output_limit, wrong_call.
@@ -87,14 +89,20 @@ async def answer_calls(
     """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_answer(call, tools, timeout_s)) for call in calls]
+            tasks = [group.create_task(_answer(call, tools, timeout_s)) for call in calls[:max_calls]]
     except ExceptionGroup as broken:  # the first is what the fault is counted as
         raise broken.exceptions[0] from None
     answers = [task.result() for task in tasks]
+    answers += [_unmade(call, max_calls) for call in calls[max_calls:]]
     outcomes.update(f"{name if name in tools else 'unknown'}/{outcome}" for name, _, outcome in answers)
     return [
         (Message("tool", _shortened(text, max_characters), name), outcome == "ok") for name, text, outcome in answers
     ]
+
+
+def _unmade(call: ToolCall | MalformedCall, max_calls: int) -> tuple[str, str, str]:
+    name = call.name if isinstance(call, ToolCall) else ""
+    return name, f"error: not made; {max_calls} calls a turn are", "wrong_call"
 
 
 async def _answer(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], timeout_s: float) -> tuple[str, str, str]:

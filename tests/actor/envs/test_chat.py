@@ -198,6 +198,24 @@ def test_a_long_answer_loses_its_middle():
     assert "tool\n12345\n[9 characters left out]\n56789" in heard[1]
 
 
+def test_calls_beyond_those_that_a_turn_may_make_are_answered_and_not_made():
+    made = []
+
+    class Counted(Slow):
+        name = "counted"
+
+        async def call(self, arguments):
+            made.append(1)
+            return "fine"
+
+    source = _source(tools=[Counted()], max_calls=2)
+    trajectory, heard = _play(source, '<tool_call>{"name": "counted"}</tool_call>' * 5, "14")
+    assert len(made) == 2
+    assert (heard[1].count("fine"), heard[1].count("error: not made; 2 calls")) == (2, 3)
+    assert trajectory.reward_parts[-1] == pytest.approx(2 / 5)
+    assert source.outcomes == {"counted/ok": 2, "counted/wrong_call": 3}
+
+
 def test_a_broken_tool_fails_the_episode_and_is_named():
     with pytest.raises(EpisodeFailed, match="no such machine") as failed:
         _play(_source(tools=[Broken()]), '<tool_call>{"name": "broken"}</tool_call>')

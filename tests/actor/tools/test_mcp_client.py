@@ -60,7 +60,9 @@ def test_calls_are_answered_checked_and_counted_like_those_of_any_tool(server, t
         ToolCall("sleep", {}),
     ]
     outcomes = collections.Counter()
-    answers = play(server, answer_calls(calls, tools, timeout_s=0.1, max_characters=1000, outcomes=outcomes))
+    answers = play(
+        server, answer_calls(calls, tools, max_calls=9, timeout_s=0.1, max_characters=1000, outcomes=outcomes)
+    )
     (added, _), (wrong, _), (failed, _), (late, _) = answers
     assert added.content == "42"
     assert "argument 'a' is a integer" in wrong.content
@@ -96,7 +98,7 @@ def rough():
 def test_an_answer_that_is_none_is_the_servers_fault_and_named(rough, tool, says):
     server, tools = rough
     outcomes = collections.Counter()
-    options = {"timeout_s": 1.0, "max_characters": 1000, "outcomes": outcomes}
+    options = {"max_calls": 1, "timeout_s": 1.0, "max_characters": 1000, "outcomes": outcomes}
 
     async def script():
         with pytest.raises(ToolBroken, match=says):
