@@ -6,6 +6,7 @@ from absl import flags as absl_flags
 
 from asyncrl_jax import flags
 from asyncrl_jax.actor.watchdog import Watchdog
+from asyncrl_jax.exit_codes import FAILED, Mistake, Unreachable
 from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.steering import Steering
@@ -24,8 +25,13 @@ def main() -> int:
 
     settings = given.config
     steering = Steering(connect(settings.redis, given.password), Keys(settings.redis.namespace))
-    with Watchdog(steering, _ACTOR_ID.value, settings.actor.heartbeat_s):
-        return run_actor(settings, given.run_dir, given.password, _ACTOR_ID.value, given.stop)
+    try:
+        with Watchdog(steering, _ACTOR_ID.value, settings.actor.heartbeat_s):
+            return run_actor(settings, given.run_dir, given.password, _ACTOR_ID.value, given.stop)
+    except Mistake as error:
+        flags.exit_with(str(error))
+    except Unreachable as error:
+        flags.exit_with(str(error), FAILED)
 
 
 def run() -> None:

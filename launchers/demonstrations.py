@@ -16,7 +16,10 @@ def main() -> int:
     config = flags.config_from_flags()
     from asyncrl_jax.actor.demonstrations import write_demonstrations
 
-    write_demonstrations(config, Path(_OUTPUT.value))
+    try:
+        write_demonstrations(config, Path(_OUTPUT.value))
+    except ValueError as error:
+        flags.exit_with(str(error))
     return 0
 
 

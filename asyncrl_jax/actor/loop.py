@@ -27,7 +27,7 @@ from typing import Any
 
 from asyncrl_jax.actor.concurrency import Concurrency
 from asyncrl_jax.actor.engines.base import Engine
-from asyncrl_jax.actor.engines.registry import make_engine
+from asyncrl_jax.actor.engines.registry import check_installed, make_engine
 from asyncrl_jax.actor.envs.registry import make_environments
 from asyncrl_jax.actor.episode import EpisodeConfig
 from asyncrl_jax.actor.evaluator import Evaluator
@@ -40,6 +40,7 @@ from asyncrl_jax.actor.sampler import Sampler
 from asyncrl_jax.actor.services import Services
 from asyncrl_jax.actor.tally import Tally, WatchedEngine
 from asyncrl_jax.config import Config
+from asyncrl_jax.exit_codes import Mistake, Unreachable
 from asyncrl_jax.observe.metrics import Metrics
 from asyncrl_jax.transport.codec import Limits
 from asyncrl_jax.transport.connection import connect
@@ -69,11 +70,17 @@ def run_actor(config: Config, run_dir: Path, redis_password: str | None, actor_i
       The process's exit status.
 
     Raises:
-      ValueError: if environment and model do not fit.
+      Mistake: if environment, engine or process reward model can't be had here, or do not fit the model.
+      Unreachable: if a server that one of them needs is not there.
       RedisUnavailable: if Redis stays away longer than `redis.outage_s`.
       WeightsRefused: if version after version fails its proof.
     """
-    host = _Host(config.as_seen_by(actor_id), run_dir, redis_password, actor_id)
+    try:
+        host = _Host(config.as_seen_by(actor_id), run_dir, redis_password, actor_id)
+    except Unreachable:
+        raise
+    except ValueError as error:
+        raise Mistake(str(error)) from error
     try:
         asyncio.run(host.run(stop))
     finally:
@@ -87,6 +94,7 @@ class _Host:
     def __init__(self, config: Config, run_dir: Path, redis_password: str | None, actor_id: str):
         self._config, self._actor_id = config, actor_id
         self._services = Services(config.environment)
+        check_installed(config)
         self._environments = make_environments(config, self._services)
         self._redis, self._keys = connect(config.redis, redis_password), Keys(config.redis.namespace)
         self._control = Control(self._redis, self._keys)

@@ -13,9 +13,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl_jax.config import Config
-from asyncrl_jax.config_environment import ProcessRewardConfig
-from asyncrl_jax.config_hf import read_hf_config, read_teachers
+from asyncrl_jax.config import Config, override
+from asyncrl_jax.config_hf import read_teachers
 from asyncrl_jax.local.environment import child_environment, divide_cores, redis_password
 from asyncrl_jax.observe.writers import PACKAGES
 
@@ -102,18 +101,16 @@ def _environment(config: Config) -> Check:
 
 def _engines(config: Config) -> Check:
     """Where actors run here: elsewhere they have packages of their own."""
+    from asyncrl_jax.actor.engines.registry import check_installed
+
     fleet = config.orchestrator.fleet
-    engines = {config.actor_of(one.name).engine for one in fleet.host_classes}
-    problem = ""
-    if "vllm" in engines and fleet.kind == "local":
-        needs = {"httpx": "vllm-server"} if config.vllm.servers else {"vllm": "vllm"}
-        missing = [extra for package, extra in needs.items() if importlib.util.find_spec(package) is None]
-        flag = "--config.actor.engine=vllm: needs"
-        if missing == ["vllm"]:
-            problem = f"{flag} vLLM: `make run-vllm` brings it for CPUs, pip install 'asyncrl-jax[vllm]' for GPUs"
-        elif missing:
-            problem = f"{flag} pip install 'asyncrl-jax[{missing[0]}]' for --config.vllm.servers"
-    return Check("engine", ", ".join(sorted(engines)), problem)
+    engines = sorted({config.actor_of(one.name).engine for one in fleet.host_classes})
+    for engine in engines if fleet.kind == "local" else ():
+        try:
+            check_installed(override(config, {"actor.engine": engine}))
+        except ValueError as error:
+            return Check("engine", engine, str(error))
+    return Check("engine", ", ".join(engines))
 
 
 def _splits(config: Config) -> Check:
@@ -295,22 +292,13 @@ def _process_model(config: Config) -> Check:
     elif process.url and process.key_variable and not os.environ.get(process.key_variable):
         problem = f"--config.reward.process.key_variable={process.key_variable}: the variable is not set"
     elif process.model:
-        problem = _process_model_problem(process)
+        from asyncrl_jax.actor.process_rewards.annotated import Annotator, read_model
+
+        try:
+            Annotator(process, read_model(process).vocab_size)
+        except ValueError as error:
+            problem = str(error)
     return Check("process reward model", process.url or process.model or "none", problem)
-
-
-def _process_model_problem(process: ProcessRewardConfig) -> str:
-    from asyncrl_jax.actor.process_rewards.annotated import Annotator
-
-    try:
-        vocab_size = read_hf_config(process.model).vocab_size
-    except ValueError as error:
-        return f"--config.reward.process.model={process.model}: {error}"
-    try:
-        Annotator(process, vocab_size)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _teachers(config: Config) -> Check:

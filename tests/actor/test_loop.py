@@ -16,6 +16,7 @@ from asyncrl_jax.actor.envs.arithmetic import Arithmetic
 from asyncrl_jax.actor.loop import _once, run_actor
 from asyncrl_jax.actor.refresh import WeightsRefused
 from asyncrl_jax.config import Config, RedisConfig, override
+from asyncrl_jax.exit_codes import Mistake, Unreachable
 from asyncrl_jax.observe.metrics import read_rows
 from asyncrl_jax.transport.codec import Limits
 from asyncrl_jax.transport.connection import connect
@@ -365,12 +366,24 @@ def test_ux_06_a_clean_stop_gives_its_tickets_back_at_once(run):
     assert {d.deliveries for d in deliveries} == {1}
 
 
+def test_a_server_that_is_not_there_is_no_mistake_of_the_user(run):
+    """It may be at the next start."""
+    changes = {"environment.name": "code", "model.vocab_size": 258, "tools.mcp": ("no-such-program",)}
+    with pytest.raises(Unreachable, match="mcp=no-such-program"):
+        run_actor(override(run.config, changes), run.directory, run.password, "actor-0", run.stop)
+    run.thread.start()
+    run.stop.set()
+
+
 def test_a_model_too_small_for_the_environment_is_the_users_error(run):
     config = dataclasses.replace(run.config, model=dataclasses.replace(MODEL, vocab_size=20))
-    with pytest.raises(ValueError, match="vocab_size=20"):
+    with pytest.raises(Mistake, match="vocab_size=20"):
         run_actor(config, run.directory, run.password, "actor-0", run.stop)
-    with pytest.raises(ValueError, match="name=chess: not known"):
+    with pytest.raises(Mistake, match="name=chess: not known"):
         run_actor(override(run.config, {"environment.name": "chess"}), run.directory, run.password, "a", run.stop)
+    changes = {"reward.process.model": "/nowhere"}
+    with pytest.raises(Mistake, match="model=/nowhere: /nowhere/config"):
+        run_actor(override(run.config, changes), run.directory, run.password, "a", run.stop)
     run.thread.start()
     run.stop.set()
 

@@ -78,6 +78,24 @@ def test_a_learner_without_demonstrations_says_so_and_asks_for_no_restart(tmp_pa
     assert f"{tmp_path / 'run' / 'demonstrations.avro'}: no such file" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("role", "changes", "named"),
+    [
+        ("actor", ["--config.environment.name=chess"], "--config.environment.name=chess: not known"),
+        ("actor", ["--config.environment.name=function:nosuch:f"], "is its directory on PYTHONPATH?"),
+        ("demonstrations", ["--config.environment.name=code", "--config.model.vocab_size=258"], "no scripted policy"),
+    ],
+)
+def test_what_can_not_be_had_here_is_one_line_and_asks_for_no_restart(role, changes, named, tmp_path, server):
+    password = tmp_path / "password"
+    password.write_text(server.password)
+    flags = [f"--config.redis.url={server.url}", f"--config.redis.password_file={password}"]
+    output = [f"--output={tmp_path / 'x.avro'}"] if role == "demonstrations" else []
+    done = start(role, *flags, f"--config.run_dir={tmp_path / 'run'}", *changes, *output)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert named in done.stderr
+
+
 def test_a_role_is_what_is_installed_also_in_a_directory_that_has_a_package_of_the_name(tmp_path):
     """As a checkout has, beside an installed wheel: its `asyncrl_jax` has no `launchers`."""
     (tmp_path / "asyncrl_jax").mkdir()

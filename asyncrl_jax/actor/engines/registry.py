@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 from asyncrl_jax.actor.engines.base import Engine
 from asyncrl_jax.actor.engines.sharing import SlotSharing
 from asyncrl_jax.config import Config
+
+
+def check_installed(config: Config) -> None:
+    """Raises: ValueError: if a package of the engine is not there; it names what installs it."""
+    if config.actor.engine == "jax":
+        return
+    servers = config.vllm.servers
+    if servers and importlib.util.find_spec("httpx") is None:
+        raise ValueError(f"--config.vllm.servers={','.join(servers)}: needs pip install 'asyncrl-jax[vllm-server]'")
+    if not servers and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "--config.actor.engine=vllm: needs vLLM; `make run-vllm` brings it for CPUs, "
+            "pip install 'asyncrl-jax[vllm]' for GPUs"
+        )
 
 
 def make_engine(config: Config, *, num_sessions: int = 0, number: int = 0) -> Engine:

@@ -17,6 +17,7 @@ import xxhash
 from asyncrl_jax.actor.chat.messages import Message
 from asyncrl_jax.actor.envs.text import TextEnvironment, TextObservation, TextScore
 from asyncrl_jax.actor.tools.base import Tool
+from asyncrl_jax.exit_codes import Unreachable
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.types import Task
 
@@ -52,7 +53,7 @@ class OpenEnvTasks:
                 schema = json.load(answer)
             fields = _text_fields(schema["action"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{where}: no OpenEnv server there ({error!r})") from error
+            raise Unreachable(f"{where}: no OpenEnv server there ({error!r})") from error
         if len(fields) != 1:
             raise ValueError(f"{where}: an action must have one field of text, this one's are {fields or 'none'}")
         self.field = fields[0]

@@ -18,6 +18,8 @@ import numpy as np
 from asyncrl_jax.actor.chat.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from asyncrl_jax.actor.process_rewards.steps import Step
 from asyncrl_jax.config_environment import ProcessRewardConfig
+from asyncrl_jax.config_hf import read_hf_config
+from asyncrl_jax.config_model import ModelConfig
 
 
 class Annotated(NamedTuple):
@@ -25,6 +27,18 @@ class Annotated(NamedTuple):
 
     tokens: np.ndarray  # int32 [T]
     positions: np.ndarray  # int64 [K]; tokens at which steps are judged
+
+
+def read_model(config: ProcessRewardConfig) -> ModelConfig:
+    """Settings of the model that `reward.process.model` names.
+
+    Raises:
+      ValueError: if there is none; it names the setting.
+    """
+    try:
+        return read_hf_config(config.model)
+    except ValueError as error:
+        raise ValueError(f"--config.reward.process.model={config.model}: {error}") from error
 
 
 class Annotator:

@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asyncrl_jax.actor.process_rewards.annotated import Annotated, Annotator
+from asyncrl_jax.actor.process_rewards.annotated import Annotated, Annotator, read_model
 from asyncrl_jax.actor.process_rewards.steps import Step
 from asyncrl_jax.actor.rewards import InvalidReward
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.config_environment import ProcessRewardConfig
-from asyncrl_jax.config_hf import read_hf_config
 from asyncrl_jax.models import Params, graph_of, merge
 from asyncrl_jax.models.hf import load_params
 
@@ -56,7 +55,7 @@ class JaxProcessModel:
           ValueError: for a directory that holds no model that is supported, or tokens that it doesn't have.
         """
         self.num_compiled = 0
-        model = read_hf_config(config.model)
+        model = read_model(config)
         self._config = config
         self._model = dataclasses.replace(model, max_positions=min(model.max_positions, config.max_tokens))
         self._one_at_a_time = one_at_a_time

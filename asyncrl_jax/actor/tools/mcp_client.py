@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl_jax.actor.tools.base import Tool, ToolBroken, ToolFailed
+from asyncrl_jax.exit_codes import Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +41,12 @@ class McpServer:
         """What the server offers, from a connection of its own. Not inside an event loop.
 
         Raises:
-          ValueError: if it can't be reached.
+          Unreachable: if it can't be reached.
         """
         try:
             return asyncio.run(self._list())
         except Exception as error:
-            raise ValueError(f"--config.tools.mcp={self.address}: {_reason(error)}") from error
+            raise Unreachable(f"--config.tools.mcp={self.address}: {_reason(error)}") from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The text of a tool's answer.
@@ -149,7 +150,8 @@ def mcp_tools(servers: Sequence[McpServer]) -> dict[str, Tool]:
     """The tools of all servers, by name.
 
     Raises:
-      ValueError: if a server can't be reached, or two offer tools of one name.
+      Unreachable: if a server can't be reached.
+      ValueError: if two offer tools of one name.
     """
     tools: dict[str, Tool] = {}
     for server in servers:
