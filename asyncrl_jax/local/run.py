@@ -57,6 +57,7 @@ _REPORT_PATIENCE_S = 10.0  # the report is worth a wait
 _TICK_S = 0.1
 _REFRESH_S = 0.5  # between looks at Redis
 _FULL_DISK_BYTES = 8 * 2**20
+_TOLD_POLICIES = ("agreement", "breaker", "drift", "regression")  # whose decisions say that something is wrong
 
 
 def new_run(config: Config, *, dry_run: bool = False) -> int:
@@ -156,6 +157,7 @@ class LocalRun:
         self._supervisor = Supervisor(notify=self._say)
         self._supervisor.restarts.update(read_restarts(run_dir))
         self._fleet = LocalFleet(self._supervisor, self._actor)
+        self._told = "0"  # the newest decision that the console has been told, or that is of an earlier session
         self._copies: int | None = None  # of the weights, in the mesh of the learner that runs
 
     def execute(self) -> int:
@@ -204,6 +206,8 @@ class LocalRun:
         for part in self._parts():
             self._supervisor.start(part)
         self._follow_orders(patient)
+        for one in Steering(patient, Keys(config.redis.namespace)).newest_decisions(1):
+            self._told = one.entry_id
         write_record(self._run_dir, config, self._environment)
         closed = self._watch(client)
         if self._signal is not None or closed is not None:
@@ -327,9 +331,17 @@ class LocalRun:
             snapshot = read_snapshot(client, Keys(self._config.redis.namespace))
             if not snapshot.ending(self._config.learner.num_updates):
                 self._follow_orders(client)
+                self._tell_decisions(Steering(client, Keys(self._config.redis.namespace)))
             return snapshot
         except (RedisUnavailable, redis_client.RedisError):
             return None
+
+    def _tell_decisions(self, steering: Steering) -> None:
+        """Says what the orchestrator found wrong, why episodes fail for instance, since the last look."""
+        for one in steering.decisions(self._told, 100):
+            self._told = one.entry_id
+            if one.decision.policy in _TOLD_POLICIES:
+                self._say(f"{one.decision.policy}: {one.decision.action} {one.decision.subject}, {one.decision.reason}")
 
     def _stopped(self, closed: str | None) -> int:
         self._supervisor.stop()

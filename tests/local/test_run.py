@@ -20,6 +20,7 @@ from asyncrl_jax.local.environment import redis_password
 from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.steering import Directives, Steering
+from asyncrl_jax.types import Decision
 
 LAUNCH = str(Path(__file__).with_name("launch.py"))
 FOREVER = "100000"
@@ -238,6 +239,20 @@ def test_the_launcher_has_the_actors_and_the_learner_that_the_orchestrator_asks_
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_console_says_what_the_orchestrator_finds_wrong(tmp_path):
+    with running_launcher(tmp_path / "run") as launcher:
+        config = read_config(tmp_path / "run" / "config.json")
+        client = connect(config.redis, redis_password(config.redis))
+        faults = Decision("breaker", "open", "environment:mine", "20 faults of one kind: KeyError('my bug')")
+        usual = Decision("watermark", "halve", "admission", "the learner is behind")
+        Steering(client, Keys(config.redis.namespace)).commit({}, None, [usual, faults])
+        told = next(line for line in launcher.stdout if line.startswith(("breaker", "watermark")))
+        launcher.terminate()
+        said, _ = launcher.communicate(timeout=20)
+    assert told == "breaker: open environment:mine, 20 faults of one kind: KeyError('my bug')\n"
+    assert "breaker" not in said, "once"
+
+
 def test_the_learner_has_its_cores_alone(tmp_path):
     with running_launcher(tmp_path / "run", FOREVER, "learner.cpu_cores=1") as launcher:
         cores = {part: os.sched_getaffinity(pid) for part, pid in parts(launcher.pid).items()}
