@@ -352,6 +352,33 @@ def test_an_aborted_turn_leaves_nothing_that_another_could_take_for_its_prefix()
     asyncio.run(run())
 
 
+def test_a_session_that_is_closed_while_it_waits_for_a_swap_samples_in_nobodys_slot():
+    async def run():
+        engine = make_engine(num_slots=1, swap_at="turn")
+        async with running(engine):
+            await load(engine, 0)
+            alone = await converse(engine, 3)
+            session = await engine.open(1, 1.0)
+            async with engine._gate.swap():
+                waiting = asyncio.create_task(session.generate((1, 2, 3), NEVER, 5))
+                await asyncio.sleep(0)
+                session.close()
+                other = asyncio.create_task(converse(engine, 3))
+                await asyncio.sleep(0.01)
+            with pytest.raises(RuntimeError, match="closed while it waited"):
+                await waiting
+            return alone, await other
+
+    (tokens, *_), (again, *_) = asyncio.run(run())
+    assert tokens == again
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_temperatures_that_no_softmax_takes_are_refused(temperature):
+    with pytest.raises(ValueError, match="temperature"):
+        asyncio.run(make_engine().open(0, temperature))
+
+
 def test_bits_depend_on_no_other_session_when_that_is_asked_for():
     async def run(num_others):
         engine = make_engine(batch_invariant=True)

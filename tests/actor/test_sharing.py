@@ -83,5 +83,6 @@ def test_orch_11_a_session_that_is_closed_while_it_waits_takes_no_slot(host):
 def test_what_it_cannot_do_is_refused(host):
     with pytest.raises(ValueError, match="routed_experts"):
         host.run(host.engine.open(0, 1.0, routed_experts=True))
-    with pytest.raises(ValueError, match="temperature"):
-        host.run(host.engine.open(0, 0.0))
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="temperature"):
+            host.run(host.engine.open(0, temperature))

@@ -12,6 +12,7 @@ long; the next one is planned when it has.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,7 @@ class JaxEngine:
         return self._programs.num_compiled()
 
     async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> JaxSession:
-        if temperature <= 0:
+        if not 0 < temperature < math.inf:  # NaN is not
             raise ValueError(f"temperature={temperature}: more than 0")
         if routed_experts:
             raise ValueError("routed_experts=True: the JAX engine does not say which experts served a token")
@@ -219,12 +220,14 @@ class JaxEngine:
             answer.set_result(stopped)
 
     async def generate(
-        self, slot: int, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int
+        self, session: JaxSession, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int
     ) -> Completion:
-        """`JaxSession.generate` of the session in `slot`."""
+        """`JaxSession.generate`."""
         await self._gate.enter("turn")
         try:
-            return await self._generate(slot, new_tokens, stop_tokens, max_tokens)
+            if session.slot is None:  # and may be another session's by now
+                raise RuntimeError("the session was closed while it waited for a swap")
+            return await self._generate(session.slot, new_tokens, stop_tokens, max_tokens)
         finally:
             self._gate.leave("turn")
 
@@ -302,15 +305,15 @@ class JaxSession:
     """See `Session`."""
 
     def __init__(self, engine: JaxEngine, slot: int) -> None:
+        self.slot: int | None = slot  # None once it is closed
         self._engine = engine
-        self._slot: int | None = slot
 
     async def generate(self, new_tokens: Sequence[int], stop_tokens: frozenset[int], max_tokens: int) -> Completion:
-        if self._slot is None:
+        if self.slot is None:
             raise RuntimeError("the session is closed")
-        return await self._engine.generate(self._slot, new_tokens, stop_tokens, max_tokens)
+        return await self._engine.generate(self, new_tokens, stop_tokens, max_tokens)
 
     def close(self) -> None:
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
+        if self.slot is not None:
+            slot, self.slot = self.slot, None
             self._engine.release(slot)

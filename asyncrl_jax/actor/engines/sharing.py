@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import math
 from collections.abc import Sequence
 
 from asyncrl_jax.actor.engines.base import Completion, Engine, EngineCounters, Session
@@ -47,7 +48,7 @@ class SlotSharing:
         return self._engine.num_busy_slots
 
     async def open(self, seed: int, temperature: float, *, routed_experts: bool = False) -> Session:
-        if temperature <= 0:
+        if not 0 < temperature < math.inf:  # NaN is not
             raise ValueError(f"temperature={temperature}: more than 0")
         if routed_experts:
             raise ValueError("routed_experts=True: not with more episodes than slots, whose sequences are fed anew")
