@@ -340,7 +340,7 @@ class LocalRun:
         """Says what the orchestrator found wrong, why episodes fail for instance, since the last look."""
         for one in steering.decisions(self._told, 100):
             self._told = one.entry_id
-            if one.decision.policy in _TOLD_POLICIES:
+            if one.decision.policy in _TOLD_POLICIES and one.decision.action != "pass":  # of an evaluation
                 self._say(f"{one.decision.policy}: {one.decision.action} {one.decision.subject}, {one.decision.reason}")
 
     def _stopped(self, closed: str | None) -> int:

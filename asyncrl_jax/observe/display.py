@@ -215,13 +215,18 @@ def _success(config: Config, snapshot: Snapshot) -> str:
     shown = config.environment.demonstrated_levels
     hidden = tuple(level for level in range(1, len(config.environment.level_weights) + 1) if level not in shown)
     first, last = snapshot.evaluations[0], snapshot.evaluations[-1]
-    text = f"{first.success(shown):.2f}"
+    text = _evaluated(first, shown)
     if last is not first:
-        text += f" → {last.success(shown):.2f} (update {last.update})"
+        text += f" → {_evaluated(last, shown)} (update {last.update})"
     if any(last.num_tasks.get(level) for level in hidden):
-        text += f", undemonstrated {first.success(hidden):.2f}"
-        text += f" → {last.success(hidden):.2f}" if last is not first else ""
+        text += f", undemonstrated {_evaluated(first, hidden)}"
+        text += f" → {_evaluated(last, hidden)}" if last is not first else ""
     return text
+
+
+def _evaluated(result: EvaluationResult, levels: tuple[int, ...]) -> str:
+    """Success on these levels; an evaluation whose episodes all failed has none."""
+    return _share(result.success(levels) if any(result.num_tasks.get(level) for level in levels) else None)
 
 
 def _ledger(snapshot: Snapshot) -> str:

@@ -244,9 +244,10 @@ def test_the_console_says_what_the_orchestrator_finds_wrong(tmp_path):
         config = read_config(tmp_path / "run" / "config.json")
         client = connect(config.redis, redis_password(config.redis))
         faults = Decision("breaker", "open", "environment:mine", "20 faults of one kind: KeyError('my bug')")
+        passed = Decision("regression", "pass", "v0", "within noise, or better")
         usual = Decision("watermark", "halve", "admission", "the learner is behind")
-        Steering(client, Keys(config.redis.namespace)).commit({}, None, [usual, faults])
-        told = next(line for line in launcher.stdout if line.startswith(("breaker", "watermark")))
+        Steering(client, Keys(config.redis.namespace)).commit({}, None, [usual, passed, faults])
+        told = next(line for line in launcher.stdout if line.startswith(("breaker", "watermark", "regression")))
         launcher.terminate()
         said, _ = launcher.communicate(timeout=20)
     assert told == "breaker: open environment:mine, 20 faults of one kind: KeyError('my bug')\n"

@@ -99,6 +99,15 @@ def test_the_warm_start_shows_its_steps():
     assert f"300/{Config().warm_start.num_steps} warm-start steps" in drawn(shown)
 
 
+def test_an_evaluation_whose_episodes_all_failed_has_no_success():
+    nothing = evaluation(0, {}, 0, 1.0)
+    shown = dataclasses.replace(snapshot(), evaluations=(nothing,))
+    assert "| success – |" in plain_line(Config(), shown, 9.0)
+    shown = dataclasses.replace(snapshot(), evaluations=(nothing, evaluation(10, {1: 0.5, 2: 0.5, 3: 0.0}, 10, 2.0)))
+    assert "success – → 0.50 (update 10), undemonstrated – → 0.00 |" in plain_line(Config(), shown, 9.0)
+    drawn(shown)
+
+
 def test_a_learner_that_resumes_does_not_warm_up_again():
     shown = snapshot("warm_start", warm_start_step=0)
     assert plain_line(Config(), shown, 9.0).startswith("[    9 s] resuming update 12/160 | ")
