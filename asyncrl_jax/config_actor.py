@@ -9,6 +9,7 @@ from asyncrl_jax.config_leaf import branch, require, setting
 ENGINES = ("jax", "vllm")
 MOST_EXPLORED = 0.05
 POLICIES = ("older", "uniform")
+COLDEST_HOTTEST = (1e-3, 1e3)  # logits divided by less would overflow; groups hold no others
 SWAP_BOUNDARIES = ("token", "turn", "episode")
 
 
@@ -62,7 +63,8 @@ class ActorConfig:
         require(
             self.swap_at in SWAP_BOUNDARIES, "actor.swap_at", self.swap_at, f"use one of {', '.join(SWAP_BOUNDARIES)}"
         )
-        require(self.temperature > 0, "actor.temperature", self.temperature, "more than 0")
+        low, high = COLDEST_HOTTEST
+        require(low <= self.temperature <= high, "actor.temperature", self.temperature, f"from {low:g} to {high:g}")
         need = "between 0.01 and 2 with vLLM, which refuses or changes others"
         require(self.engine == "jax" or 0.01 <= self.temperature <= 2, "actor.temperature", self.temperature, need)
         require(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from asyncrl_jax.config_actor import COLDEST_HOTTEST
 from asyncrl_jax.config_leaf import require
 
 if TYPE_CHECKING:
@@ -132,12 +133,15 @@ def check_exploration(config: Config) -> None:
         "0, or state how samples of another policy are weighed: --config.learner.objective.correction=interpolated "
         "--config.learner.objective.weight_bound=truncate",
     )
-    highest = config.actor.temperature * math.exp(exploration.temperature_jitter)
+    factor = math.exp(exploration.temperature_jitter)
+    lowest, highest = config.actor.temperature / factor, config.actor.temperature * factor
+    coldest, hottest = COLDEST_HOTTEST if config.actor.engine == "jax" else (0.01, 2)
     require(
-        config.actor.engine == "jax" or highest <= 2,
+        exploration.temperature_jitter == 0 or (coldest < lowest and highest < hottest),
         "actor.exploration.temperature_jitter",
         exploration.temperature_jitter,
-        f"less: temperatures reach {highest:.2f}, and vLLM refuses those above 2",
+        f"less: temperatures reach {lowest:.2g} and {highest:.2f}; engine {config.actor.engine} takes those from "
+        f"{coldest:g} to {hottest:g}",
     )
 
 

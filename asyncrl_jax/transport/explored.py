@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl_jax.config_actor import COLDEST_HOTTEST
 from asyncrl_jax.transport.scored_steps import BadColumn
 from asyncrl_jax.types import Exploration, Trajectory
 
 EXPLORED_COLUMNS = {"temperatures": "<f4", "explored": "u1"}
-_COLDEST, _HOTTEST = 1e-3, 1e3  # logits divided by less would overflow
+_COLDEST, _HOTTEST = COLDEST_HOTTEST
 _KINDS = (None, *Exploration)  # the wire holds positions in it; new kinds join at the end
 
 

@@ -70,6 +70,9 @@ def test_a_uniform_policy_states_the_probabilities_that_it_samples_with():
         assert set(turn.versions.tolist()) == {7}
 
 
+VLLM = {"actor.engine": "vllm"}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -77,7 +80,14 @@ def test_a_uniform_policy_states_the_probabilities_that_it_samples_with():
         ({"actor.exploration.share": 0.05}, "weight_bound=truncate"),
         ({"actor.exploration.temperature_jitter": 1.5}, "temperature_jitter=1.5"),
         ({"actor.exploration.policy": "best"}, "actor.exploration.policy=best"),
-        ({"actor.engine": "vllm", "actor.exploration.temperature_jitter": 0.8}, "temperatures reach 2.23"),
+        ({**VLLM, "actor.exploration.temperature_jitter": 0.8}, "reach 0.45 and 2.23"),
+        (
+            {"actor.engine": "vllm", "actor.temperature": 0.01, "actor.exploration.temperature_jitter": 0.1},
+            "reach 0.009",
+        ),
+        ({"actor.temperature": 1e-3, "actor.exploration.temperature_jitter": 0.1}, "reach 0.0009"),
+        ({"actor.temperature": float("inf")}, "actor.temperature=inf"),
+        ({"actor.temperature": float("nan")}, "actor.temperature=nan"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named_with_the_way_out(changes, named):

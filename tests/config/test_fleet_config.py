@@ -56,7 +56,7 @@ def test_a_setting_that_is_none_is_refused_by_name(settings, why):
 def test_a_class_is_checked_with_the_settings_of_the_run_that_its_actors_have():
     hot = {"actor.exploration.temperature_jitter": 0.8}
     assert fleet("cheap.slots=4", **hot).actor.exploration.temperature_jitter == 0.8
-    with pytest.raises(ValueError, match=r"temperatures reach 2\.23, and vLLM refuses"):
+    with pytest.raises(ValueError, match=r"temperatures reach 0\.45 and 2\.23; engine vllm takes"):
         fleet("dear.engine=vllm", **hot)
 
 
