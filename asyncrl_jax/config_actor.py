@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from asyncrl_jax.config_leaf import branch, require, setting
+from asyncrl_jax.config_leaf import COLDEST_HOTTEST, branch, require, setting
 
 ENGINES = ("jax", "vllm")
 MOST_EXPLORED = 0.05
 POLICIES = ("older", "uniform")
-COLDEST_HOTTEST = (1e-3, 1e3)  # logits divided by less would overflow; groups hold no others
 SWAP_BOUNDARIES = ("token", "turn", "episode")
 
 

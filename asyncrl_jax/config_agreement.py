@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from asyncrl_jax.config_actor import COLDEST_HOTTEST
-from asyncrl_jax.config_leaf import require
+from asyncrl_jax.config_leaf import COLDEST_HOTTEST, require
 
 if TYPE_CHECKING:
     from asyncrl_jax.config import Config

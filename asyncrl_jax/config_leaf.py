@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+COLDEST_HOTTEST = (1e-3, 1e3)  # temperatures of sampling: logits divided by less would overflow
+
 
 def setting(default: Any, meaning: str) -> Any:
     """A config leaf with its meaning, which `--help` prints."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_jax.config_actor import COLDEST_HOTTEST
+from asyncrl_jax.config_leaf import COLDEST_HOTTEST
 from asyncrl_jax.transport.scored_steps import BadColumn
 from asyncrl_jax.types import Exploration, Trajectory
 
