@@ -110,3 +110,16 @@ def test_off_says_so_and_rolls_nothing_back():
 @pytest.mark.parametrize("equal", [0.0, 1.0])
 def test_shares_without_variance_are_no_fall(equal):
     assert regression.fall_probability(score(0, equal), score(20, equal)) == 1.0
+
+
+def test_an_evaluation_of_nothing_vouches_for_nothing_and_settles_no_more_than_its_own_suspicion():
+    """As of an environment that is out of order: no episode came to its end."""
+    state = judge(score(20, 0.6)).state
+    after = judge(score(40, 0.0, tasks=0), state=state)
+    assert (after.state.good_update, after.state.last, after.log[-1].action) == (20, state.last, "ignore")
+    assert judge(score(0, 0.0, tasks=0)).state.good_update is None
+    suspected = judge(score(60, 0.3), state=after.state).state
+    assert judge(score(40, 0.0, tasks=0), state=suspected).confirm.update == 60, "still awaited"
+    settled = judge(score(60, 0.0, tasks=0, confirm=True), state=suspected)
+    assert (settled.confirm, settled.state.good_update, settled.state.rollback) == (None, 20, None)
+    assert judge(score(80, 0.65), state=settled.state).state.good_update == 80

@@ -6,8 +6,8 @@ and the fall is at least `min_fall`. A fall is confirmed once more, on the same 
 twice the tasks; if the confirmation has fallen by the same test, the run goes back to the newest checkpoint that a
 passed evaluation vouches for: the learner restores it and goes on as a new line of weights, whose first version names
 its parent. Everything else passes, and vouches for all checkpoints up to its update; the checkpoint it vouches for is
-kept until a later evaluation has passed. After `max_rollbacks` without a new best in between the run is paused: going
-back does not help, and a human should look.
+kept until a later evaluation has passed. One without a single episode that came to its end says nothing. After
+`max_rollbacks` without a new best in between the run is paused: going back does not help, and a human should look.
 
 Source: two-proportion z test, e.g. Agresti, "Categorical Data Analysis", 2002, section 3.
 Failure mode: the best of many noisy results is biased upward, by about 1.5 standard errors after ten; therefore two
@@ -94,6 +94,11 @@ def decide(state: State, observed: Observed, config: RegressionConfig) -> Decide
         if score.line != observed.line or _abandoned(state, score.line):
             log.append(_entry("ignore", score, state.best, "of a line that is no longer trained"))
             continue
+        if not score.tasks:  # an environment that is out of order: neither a pass nor a fall
+            settled = state.suspect is not None and _confirms(score, state.suspect)
+            state = dataclasses.replace(state, suspect=None) if settled else state
+            log.append(_entry("ignore", score, state.best, "none of its episodes could be played to the end"))
+            continue
         state, entries, paused = _judge(state, score, config)
         log += entries
         pause |= paused
@@ -103,6 +108,10 @@ def decide(state: State, observed: Observed, config: RegressionConfig) -> Decide
     return Decided(state, awaited, pause, tuple(log))
 
 
+def _confirms(score: Score, suspect: Score) -> bool:
+    return score.evaluation_id.startswith(CONFIRM) and score.version == suspect.version
+
+
 def _abandoned(state: State, line: int) -> bool:
     """Whether the learner has been told to leave this line; it may not have heard yet."""
     return state.rollback is not None and state.rollback.line == line
@@ -110,7 +119,7 @@ def _abandoned(state: State, line: int) -> bool:
 
 def _judge(state: State, score: Score, config: RegressionConfig) -> tuple[State, list[Decision], bool]:
     confirming = score.evaluation_id.startswith(CONFIRM)
-    if confirming and (state.suspect is None or state.suspect.version != score.version):
+    if confirming and (state.suspect is None or not _confirms(score, state.suspect)):
         return state, [], False
     if not confirming and state.suspect is not None and score.update > state.suspect.update:
         # Judged when the suspicion before it is settled; until then it vouches for nothing.
