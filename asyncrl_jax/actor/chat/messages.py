@@ -24,6 +24,11 @@ class Message:
     content: str
     name: str = ""  # of the tool that answers, for role "tool"
 
+    def __post_init__(self) -> None:
+        """Raises TypeError for what is no text: it would be shown to the policy as Python writes it."""
+        if not (isinstance(self.content, str) and isinstance(self.name, str)):
+            raise TypeError(f"a message of {self.role} is text, and not {type(self.content).__name__}")
+
     def as_dict(self) -> dict[str, Any]:
         """As chat templates and chat interfaces want it."""
         message = {"role": self.role, "content": self.content}

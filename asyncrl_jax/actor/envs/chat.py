@@ -42,7 +42,7 @@ class InstancePool:
         self._factory = factory
         self._reuse = reuse
         self._idle: list[TextEnvironment] = []
-        self._first_messages: dict[Task, tuple[Message, ...]] = {}
+        self._first_messages: dict[Task, str] = {}  # their digest: prompts may be long
 
     def take(self) -> TextEnvironment:
         if self._idle:
@@ -61,8 +61,8 @@ class InstancePool:
         """Raises:
         ResetMismatch: if another instance started this task with other messages.
         """
-        known = self._first_messages.setdefault(task, messages)
-        if known != messages:
+        digest = xxhash.xxh3_128_hexdigest(repr(messages).encode("utf-8", errors="backslashreplace"))
+        if self._first_messages.setdefault(task, digest) != digest:
             raise ResetMismatch(f"task {task} starts differently than before: a reset leaves something behind")
         while len(self._first_messages) > _REMEMBERED_TASKS:
             del self._first_messages[next(iter(self._first_messages))]

@@ -104,7 +104,11 @@ class JaxProcessModel:
         results: list[list[float] | Exception] = [InvalidReward("too_long", "") for _ in episodes]
         fitting: list[tuple[int, Annotated]] = []
         for at, steps in enumerate(episodes):
-            annotated = self._annotator.annotate(steps)
+            try:
+                annotated = self._annotator.annotate(steps)
+            except Exception as error:  # noqa: BLE001, of this episode alone
+                results[at] = error
+                continue
             if len(annotated.tokens) <= self._model.max_positions:
                 fitting.append((at, annotated))
             else:

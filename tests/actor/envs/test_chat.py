@@ -12,7 +12,7 @@ import pytest
 from asyncrl_jax.actor.chat.formats import ByteFormat
 from asyncrl_jax.actor.chat.messages import Message, read_variants
 from asyncrl_jax.actor.chat.tokenizer import ByteTokenizer
-from asyncrl_jax.actor.envs.chat import ChatEnvironments, ChatEpisode
+from asyncrl_jax.actor.envs.chat import ChatEnvironments, ChatEpisode, InstancePool, ResetMismatch
 from asyncrl_jax.actor.envs.text import TextObservation, TextScore
 from asyncrl_jax.actor.episode import EpisodeConfig, EpisodeFailed, run_episode
 from asyncrl_jax.actor.tools.base import ToolBroken
@@ -239,6 +239,21 @@ def test_without_tools_a_call_is_an_answer_like_any_other():
     trajectory, heard = _play(_source(), CALL, "14")
     assert "no" in heard[1]
     assert trajectory.success
+
+
+@pytest.mark.parametrize("content", [None, 7, ["a"], {"text": "a"}, b"a"])
+def test_what_an_environment_says_is_text_or_no_message(content):
+    with pytest.raises(TypeError, match="is text, and not"):
+        Message("user", content)
+
+
+def test_of_many_tasks_with_long_prompts_little_is_kept():
+    pool = InstancePool(Riddles())
+    for index in range(100):
+        pool.check_reset(Task("riddles", "train", 1, index), (Message("user", "x" * 10**5 + str(index)),))
+    assert sum(len(repr(kept)) for kept in pool._first_messages.values()) < 10**4
+    with pytest.raises(ResetMismatch):
+        pool.check_reset(Task("riddles", "train", 1, 5), (Message("user", "x" * 10**5),))
 
 
 def test_instances_are_used_again_one_episode_at_a_time():

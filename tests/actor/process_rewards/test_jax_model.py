@@ -195,6 +195,20 @@ def test_an_episode_that_is_too_long_fails_alone_and_one_that_is_given_up_holds_
     assert len(again) == 2
 
 
+def test_an_episode_that_cannot_be_made_into_tokens_fails_alone(directory, loaded):
+    model = made(directory, loaded)
+
+    async def run():
+        odd = [Step(None, "x", 1)]  # a tokenizer of others may refuse texts too
+        results = await asyncio.gather(model.score(odd), model.score(EPISODES[0]), return_exceptions=True)
+        await model.close()
+        return results
+
+    odd, fine = asyncio.run(run())
+    assert isinstance(odd, TypeError)
+    assert len(fine) == 2
+
+
 def test_one_at_a_time_the_bits_do_not_depend_on_the_company(directory):
     model = JaxProcessModel(settings(directory), one_at_a_time=True)
 
