@@ -62,7 +62,7 @@ COMMON = [
     "--config.evaluation.every_updates=1000",
     "--config.evaluation.num_tasks_per_level=20",
     f"--config.learner.num_updates={UPDATES}",
-    "--config.learner.learning_rate=1e-4",
+    "--config.learner.learning_rate=1.5e-4",
     "--config.learner.lr_decay_updates=0",
 ]
 MODES = {

@@ -97,7 +97,7 @@ class Display:
         if self._live:
             self._live.update(panel(self._config, snapshot, restarts, elapsed_s), refresh=True)
             return
-        news = (snapshot.phase, phase_name(snapshot), len(snapshot.evaluations)) if snapshot else ()
+        news = (snapshot.phase, _doing(snapshot), len(snapshot.evaluations)) if snapshot else ()
         if news == self._told and now - self._told_at < PLAIN_EVERY_S:
             return
         self._told, self._told_at = news, now
@@ -120,9 +120,15 @@ def phase_name(snapshot: Snapshot | None) -> str:
     )
 
 
+def _doing(snapshot: Snapshot | None) -> str:
+    """The phase, and why nothing new is issued where that is so: a run that waits for a human must not seem stuck."""
+    halt = snapshot.orchestrator.get("halt", "") if snapshot and not snapshot.finished else ""
+    return ", ".join(filter(None, [phase_name(snapshot), halt]))
+
+
 def plain_line(config: Config, snapshot: Snapshot | None, elapsed_s: float) -> str:
     """One line: progress, freshness, success, throughput, ledger."""
-    parts = [f"[{elapsed_s:5.0f} s] {phase_name(snapshot)}"]
+    parts = [f"[{elapsed_s:5.0f} s] {_doing(snapshot)}"]
     if snapshot is None or snapshot.state is None:
         return parts[0]
     learner = snapshot.learner
@@ -149,7 +155,7 @@ def panel(config: Config, snapshot: Snapshot | None, restarts: Mapping[str, int]
     table.add_column(style="bold")
     table.add_column()
     clock = f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}"
-    title = Text(f"asyncrl  {config.mode}  seed {config.seed}  {phase_name(snapshot)}  {clock}", style="bold cyan")
+    title = Text(f"asyncrl  {config.mode}  seed {config.seed}  {_doing(snapshot)}  {clock}", style="bold cyan")
     if snapshot is None:
         return Group(title, table)
     learner = snapshot.learner

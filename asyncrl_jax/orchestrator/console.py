@@ -180,7 +180,7 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
     beat = next((b for (role, _), b in beats.items() if role == "learner"), {})
     standbys = sum(role == "standby" for role, _ in beats)
     lines = [
-        f"run        {control.phase()}{_paused(states, operator)}",
+        ", ".join(filter(None, [f"run        {control.phase()}", rounds.halt(states.halted, operator)])),
         f"leader     {'beats' if ('orchestrator', '0') in beats else 'none'}, {standbys} standing by",
         "learner    " + (f"update {learner.update} of line {learner.line}, {learner.phase}" if learner else "none yet"),
         f"lag        N = {directives.token_updates}, {'fresh data only, ' if directives.fresh else ''}"
@@ -204,14 +204,6 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
         for one in steering.newest_decisions(_SHOWN_DECISIONS)
     ]
     return "\n".join(lines)
-
-
-def _paused(states: rounds.States, operator: Mapping[str, Any]) -> str:
-    if states.halted:
-        return f", paused by {states.halted} until `asyncrl resume`"
-    if operator.get("draining"):
-        return ", draining"
-    return ", paused by hand" if operator.get("paused") else ""
 
 
 def _fleet(states: rounds.States) -> str:

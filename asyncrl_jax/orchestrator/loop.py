@@ -332,7 +332,7 @@ class Orchestrator:
     # -- admission ---------------------------------------------------------------------------------------------------
 
     def _admit(self, learner: LearnerState, counts: dict[str, int], plan: rounds.Plan) -> None:
-        if learner.phase != "training" or plan.paused or plan.draining:
+        if learner.phase != "training" or plan.halt:
             return
         settings = self._config.learner
         rates = self._control.heartbeat("learner", "0")
@@ -474,7 +474,7 @@ class Orchestrator:
                 "token_updates": self._plan.token_updates,
                 "fresh": self._plan.fresh,
                 "factor": self._plan.factor,
-                "paused": self._plan.paused,
+                "halt": self._plan.halt,
                 "weights": dict(self._plan.weights),
                 "breakers_open": sum(b.phase != "closed" for b in self._states.breaker.breakers.values()),
             }

@@ -83,7 +83,7 @@ class Plan:
     fresh: bool
     factor: float  # on what admission aims at
     temperature: float  # of tickets
-    paused: bool  # issue nothing
+    halt: str  # why nothing is issued, and how that ends; empty: tickets are issued
     draining: bool  # issue nothing, then stop the run
     probe_groups: int | None  # most tickets until the next round, while everything is only probed; None: no limit
     quotas: Mapping[str, watermark.Quota]
@@ -170,7 +170,7 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
         fresh=tuned.fresh,
         factor=pressed.factor,
         temperature=temperature,
-        paused=bool(operator.get("paused", False)) or bool(halted),
+        halt=halt(halted, operator),
         draining=bool(operator.get("draining", False)),
         probe_groups=settings.breaker.probes if probing else None,
         quotas=after.quotas,
@@ -352,6 +352,20 @@ def _by_lag(found: Any) -> dict[int, lag.LagStatistics]:
         if str(name).isdigit() and isinstance(values, list) and len(values) == 3:
             statistics[int(name)] = lag.LagStatistics(*(float(value or 0.0) for value in values))
     return statistics
+
+
+def halt(halted: str, operator: Mapping[str, Any]) -> str:
+    """Why nothing is issued, and how that ends, in words; empty: tickets are issued.
+
+    Args:
+      halted: of the states.
+      operator: what was set by hand.
+    """
+    if halted:
+        return f"paused by {halted} until `asyncrl resume`"
+    if operator.get("draining"):
+        return "draining"
+    return "paused by hand until `asyncrl resume`" if operator.get("paused") else ""
 
 
 def _halted(

@@ -130,7 +130,7 @@ class Controller:
           beat: the learner's newest heartbeat.
         """
         plan, settings = self._plan, self._config.learner
-        if plan is None or plan.paused or plan.draining:
+        if plan is None or plan.halt:
             return []
         decision = admission.decide(
             admission.Observed(

@@ -70,6 +70,14 @@ def test_how_busy_accelerators_are_is_shown_by_actor_and_by_class_where_there_ar
 
 
 @pytest.mark.parametrize("draw", [drawn, lambda shown: plain_line(Config(), shown, 75.0)])
+def test_a_run_that_waits_for_a_human_says_so_and_how_it_goes_on(draw):
+    assert "paused" not in draw(snapshot())
+    why = "paused by regression until `asyncrl resume`"
+    shown = dataclasses.replace(snapshot(), orchestrator={"ledger": LEDGER, "halt": why})
+    assert f"training, {why}" in draw(shown)
+
+
+@pytest.mark.parametrize("draw", [drawn, lambda shown: plain_line(Config(), shown, 75.0)])
 def test_freshness_success_and_tickets_are_always_in_view(draw):
     text = draw(snapshot())
     assert "lag mean 1.25 p95 3 max 4 of 4" in text

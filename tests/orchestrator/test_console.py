@@ -142,7 +142,8 @@ def test_pause_and_resume(asyncrl):
     asyncrl("pause")
     asyncrl.tick()
     assert asyncrl.tickets() == []
-    assert "paused by hand" in asyncrl("status")
+    assert "run        running, paused by hand until `asyncrl resume`" in asyncrl("status")
+    assert asyncrl.space.control.heartbeat("orchestrator", "0")["halt"] == "paused by hand until `asyncrl resume`"
     asyncrl("resume")
     asyncrl.tick()
     assert asyncrl.tickets()
