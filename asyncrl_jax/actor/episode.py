@@ -22,6 +22,8 @@ from asyncrl_jax.types import REWARD_PARTS, FinishReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
+_DETAIL = 2000  # characters of what went wrong: whoever raises may say anything
+
 T = TypeVar("T")
 
 
@@ -29,7 +31,7 @@ class EpisodeFailed(RuntimeError):
     """The environment, a tool or a reward failed: this episode alone has no result. `stage` is where it was."""
 
     def __init__(self, stage: str, detail: str) -> None:
-        super().__init__(f"{stage}: {detail}")
+        super().__init__(f"{stage}: {detail[:_DETAIL]}")
         self.stage = stage
 
 
@@ -199,13 +201,20 @@ async def _call(stage: str, awaitable: Awaitable[T], limit_s: float) -> T:
         async with asyncio.timeout(limit_s if limit_s < math.inf else None) as limit:
             return await awaitable
     except Exception as error:
-        detail = f"no answer within {limit_s:g} s" if limit.expired() else repr(error)
+        detail = f"no answer within {limit_s:g} s" if limit.expired() else _told(error)
         raise EpisodeFailed(stage, detail) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise  # this episode really was cancelled
-        raise EpisodeFailed(stage, repr(error)) from error
+        raise EpisodeFailed(stage, _told(error)) from error
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception as another:  # noqa: BLE001, it may do anything there too
+        return f"{type(error).__name__}, whose text can't be had: {type(another).__name__}"
 
 
 async def _close(environment: Environment, limit_s: float) -> None:

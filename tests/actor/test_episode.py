@@ -102,6 +102,18 @@ def test_env_01_env_10_a_fault_fails_the_episode_and_names_the_stage(stage, faul
     assert (engine.num_open, environment.closed) == (0, 1)
 
 
+class Unspeakable(Exception):
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(("fault", "told"), [(Unspeakable(), "Unspeakable"), (ValueError("x" * 10**6), "ValueError")])
+def test_what_is_said_of_a_fault_is_short_and_can_be_had(fault, told):
+    with pytest.raises(EpisodeFailed, match=told) as caught:
+        play(ScriptedPolicy((4, STOP)), ScriptedEnvironment(step=fault))
+    assert len(str(caught.value)) < 3000
+
+
 @pytest.mark.parametrize("fault", [RuntimeError("broken"), "hang"])
 def test_an_episode_stands_when_only_its_close_fails(fault):
     engine = ScriptedPolicy((4, STOP), (5, STOP))

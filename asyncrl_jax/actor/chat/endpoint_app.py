@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from asyncrl_jax.actor.chat.endpoint import (
     MAX_BODY_BYTES,
@@ -23,7 +25,32 @@ from asyncrl_jax.actor.chat.endpoint import (
 from asyncrl_jax.actor.chat.tool_calls import is_plain
 
 CLOSE_LIMIT_S = 2  # for answers under way when the endpoint ends; one that waits for its client is cut off
+HEAD_LIMIT_S = 30.0  # for a client to say what its first request is
 BODY_LIMIT_S = 60.0  # for a client to send all of its request
+
+
+class _Connection(H11Protocol):
+    """Is closed if no request comes, and not taken where there are as many as the process can spare files for.
+
+    So whoever has no key can keep nothing of the actor's for long.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.abort()
+        else:
+            self.loop.call_later(HEAD_LIMIT_S, self._end_unasked)
+
+    def _end_unasked(self) -> None:
+        asked: Any = self.cycle  # None before the first request, whatever its annotation says
+        if asked is None:
+            self.transport.abort()
+
+
+def most_connections() -> int:
+    """Half of the files that the process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class _Server(uvicorn.Server):
@@ -37,7 +64,12 @@ class _Server(uvicorn.Server):
 def make_server(app: FastAPI) -> uvicorn.Server:
     """A server that runs inside another program's event loop."""
     config = uvicorn.Config(
-        app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=CLOSE_LIMIT_S
+        app,
+        http=_Connection,
+        log_level="warning",
+        lifespan="off",
+        access_log=False,
+        timeout_graceful_shutdown=CLOSE_LIMIT_S,
     )
     return _Server(config)
 

@@ -348,6 +348,31 @@ def test_a_request_that_never_comes_whole_holds_up_neither_the_others_nor_the_en
     assert b"408" in asyncio.run(main())
 
 
+@pytest.mark.parametrize(("most", "head_limit_s"), [(5, 1000.0), (1000, 0.3)], ids=["many", "long"])
+def test_connections_without_a_request_are_few_and_short(monkeypatch, most, head_limit_s):
+    monkeypatch.setattr(endpoint_app, "most_connections", lambda: most)
+    monkeypatch.setattr(endpoint_app, "HEAD_LIMIT_S", head_limit_s)
+
+    async def main():
+        endpoint = Endpoint("127.0.0.1", 0)
+        await endpoint.start()
+        port = int(endpoint.base_url.split(":")[2].split("/")[0])
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+        for _, writer in held[:3]:
+            writer.write(b"POST /v1/chat")
+        ended = [asyncio.create_task(reader.read()) for reader, _ in held]
+        done, _ = await asyncio.wait(ended, timeout=2.0)
+        for _, writer in held:
+            writer.close()
+        await asyncio.gather(*ended, return_exceptions=True)
+        async with httpx.AsyncClient(base_url=endpoint.base_url) as client:
+            served = (await client.get("/models")).status_code
+        await endpoint.close()
+        return len(done), served
+
+    assert asyncio.run(main()) == (5 if most == 5 else 10, 401)
+
+
 def test_a_port_in_use_is_an_error_and_not_a_hang():
     async def main():
         first = Endpoint("127.0.0.1", 0)
