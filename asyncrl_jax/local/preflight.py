@@ -130,8 +130,7 @@ def _splits(config: Config) -> Check:
     try:
         found = check_splits(environment, levels, OVERLAP_TASKS_PER_LEVEL)
     except Exception as error:  # noqa: BLE001 - whatever an environment of others does
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"its first tasks can't be made: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        reason = f"its first tasks can't be made: {type(error).__name__}: {error} ({_place(error)})"
         return Check("task splits", "", f"--config.environment.name={config.environment.name}: {reason}")
     (shortest, longest), most = found.lengths, config.environment.max_tokens
     if longest >= most:
@@ -151,6 +150,14 @@ def _splits(config: Config) -> Check:
         problem = f"{len(found.near)} of {counts} are nearly the same as a training prompt"
         return Check("task splits", counts, problem, warning=True)
     return Check("task splits", f"{counts}, {len(found.near)} nearly the same")
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised: file and line of the innermost code that is not of an installed package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = (sys.base_prefix, sys.prefix, "<")
+    own = [frame for frame in frames if not frame.filename.startswith(installed)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def _verifiers_splits(config: Config) -> Check:

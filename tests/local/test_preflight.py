@@ -101,13 +101,13 @@ def test_an_unreachable_redis_is_named(tmp_path):
 
 
 _MY_TASKS = """
-import random
+import os, random
 
 def few(seed, level):
     return f"What is 2 * {random.Random(seed).randrange(9)}?", lambda answer: 1.0
 
 def raises(seed, level):
-    raise KeyError("seed")
+    return os.environ["NO_SUCH_VARIABLE"]
 
 def long(seed, level):
     return f"{random.Random(seed).random()}" * 9, lambda answer: 1.0
@@ -134,7 +134,7 @@ def with_function(name, tmp_path, monkeypatch, **changes) -> Config:
     [
         ("few", "are in both: success on held-out tasks would mean nothing; have tasks drawn from more"),
         ("long", "--config.environment.max_tokens=64: a prompt has "),
-        ("raises", "name=function:my_raises:raises: its first tasks can't be made: KeyError: 'seed' ("),
+        ("raises", "name=function:my_raises:raises: its first tasks can't be made: KeyError: 'NO_SUCH_VARIABLE' ("),
     ],
 )
 def test_tasks_of_the_users_own_that_are_wrong_are_named_with_the_way_out(name, named, tmp_path, monkeypatch):
