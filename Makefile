@@ -69,8 +69,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
-	$(BIN)/pytest -m 'not acceptance and not vllm and not environments' $(ARGS)
+test: lint # files side by side, since a test waits about as long as it computes
+	$(BIN)/pytest --numprocesses=2 --dist=loadfile -m 'not acceptance and not vllm and not environments' $(ARGS)
 
 test-vllm: $(VLLM_STAMP) # warnings of vLLM and torch are not ours to mend
 	$(VLLM_VENV)/bin/python -m pytest -W default -m vllm tests/vllm $(ARGS)

@@ -14,7 +14,9 @@ class WatermarkConfig:
 
     enabled: bool = setting(True, "scale what is in flight by the backlog; never past the lag bound")
     high_updates: float = setting(
-        2.0, "backlog above which fewer tickets are issued while the learner is busy, in updates' worth of groups"
+        0.0,
+        "backlog above which fewer tickets are issued while the learner is busy, in updates' worth of groups; 0: two "
+        "thirds of what the bound on lag lets be outstanding",
     )
     low_updates: float = setting(0.25, "backlog below which more are issued while the learner idles, in updates' worth")
     idle_share: float = setting(0.1, "share of its time that the learner idles, to count as starved")
@@ -26,11 +28,13 @@ class WatermarkConfig:
 
     def __post_init__(self) -> None:
         name = "orchestrator.watermark"
+        require(self.high_updates >= 0, f"{name}.high_updates", self.high_updates, "at least 0")
+        high = self.high_mark(1)  # the least that may be outstanding
         require(
-            0 <= self.low_updates < self.high_updates,
+            0 <= self.low_updates < high,
             f"{name}.low_updates",
             self.low_updates,
-            f"at least 0 and below {name}.high_updates = {self.high_updates}",
+            f"at least 0 and below {name}.high_updates, which is at least {high:.2f}",
         )
         require(0 <= self.idle_share <= 1, f"{name}.idle_share", self.idle_share, "between 0 and 1")
         require(self.dwell_s >= 0, f"{name}.dwell_s", self.dwell_s, "at least 0")
@@ -41,6 +45,10 @@ class WatermarkConfig:
             "at least 0; 0 for no limit",
         )
         require(self.dispatch_burst_s > 0, f"{name}.dispatch_burst_s", self.dispatch_burst_s, "more than 0")
+
+    def high_mark(self, bound_updates: int) -> float:
+        """The backlog that is too much where `bound_updates` updates' worth may be outstanding, in updates' worth."""
+        return self.high_updates or 2 / 3 * bound_updates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

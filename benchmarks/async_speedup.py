@@ -45,7 +45,7 @@ from asyncrl_jax.local.environment import child_environment, learner_environment
 from asyncrl_jax.observe.metrics import read_rows
 from benchmarks._runs import interval, run
 
-GATE, WINDOW, FIRST = 0.9, 8, 3
+GATE, WINDOW, FIRST = 0.8, 8, 3
 UPDATES = 100
 SIGMA = math.log(10) / 2.3263  # the 99th percentile is ten times the median
 LIMIT_S, STOP_LIMIT_S = 1800.0, 60.0  # of one run, and of its stop
@@ -62,7 +62,7 @@ COMMON = [
     "--config.evaluation.every_updates=1000",
     "--config.evaluation.num_tasks_per_level=20",
     f"--config.learner.num_updates={UPDATES}",
-    "--config.learner.learning_rate=1.5e-4",
+    "--config.learner.learning_rate=1e-4",
     "--config.learner.lr_decay_updates=0",
 ]
 MODES = {

@@ -16,7 +16,7 @@ CONFIG = WatermarkConfig(high_updates=1.5, low_updates=0.25, dwell_s=5.0)
 def run(backlogs, idle=0.5, start=0.0):
     state, decided, log = State(), None, []
     for n, backlog in enumerate(backlogs):
-        decided = watermark.decide(state, Observed(start + n, backlog, 16, idle), CONFIG)
+        decided = watermark.decide(state, Observed(start + n, backlog, 16, 3, idle), CONFIG)
         state, log = decided.state, log + list(decided.log)
     return decided, log
 
@@ -27,6 +27,21 @@ def test_a_growing_backlog_slows_admission_and_a_starving_learner_speeds_it_up()
     assert run([0, 0, 0])[0].factor == 2.0
     assert run([0, 0, 0], idle=0.0)[0].factor == 1.0  # empty, but the learner is busy: all is well
     assert run([8, 8, 8])[0].factor == 1.0
+
+
+def test_what_is_too_much_follows_the_bound_on_lag():
+    """With N - A + 1 = 10, 4 updates' worth come and go; with 3, they would be older than they need."""
+
+    def factor(bound_updates, config):
+        state, decided = State(), None
+        for n, backlog in enumerate([16, 32, 48, 64]):
+            decided = watermark.decide(state, Observed(float(n), backlog, 16, bound_updates, 0.0), config)
+            state = decided.state
+        return decided.factor
+
+    relative, absolute = WatermarkConfig(dwell_s=0.0), WatermarkConfig(dwell_s=0.0, high_updates=3.5)
+    assert (factor(3, relative), factor(10, relative)) == (0.5, 1.0)
+    assert (factor(3, absolute), factor(10, absolute)) == (0.5, 0.5)
 
 
 def test_noise_around_a_mark_changes_nothing():
@@ -42,7 +57,7 @@ def test_two_changes_are_never_closer_than_the_dwell_time():
     state, at = State(), []
     for n in range(600):
         decided = watermark.decide(
-            state, Observed(n * 0.5, (backlog := rng.choice((0, 60))), 16, 0.0 if backlog else 0.9), CONFIG
+            state, Observed(n * 0.5, (backlog := rng.choice((0, 60))), 16, 3, 0.0 if backlog else 0.9), CONFIG
         )
         state = decided.state
         at += [n * 0.5] * len(decided.log)
@@ -52,7 +67,7 @@ def test_two_changes_are_never_closer_than_the_dwell_time():
 
 def test_a_clock_that_jumps_back_stands_still():
     decided, _ = run([8, 8], start=1000.0)
-    later = watermark.decide(decided.state, Observed(3.0, 8, 16, 0.5), CONFIG)
+    later = watermark.decide(decided.state, Observed(3.0, 8, 16, 3, 0.5), CONFIG)
     assert later.state.seen_at == decided.state.seen_at
     assert later.factor == 1.0
 
@@ -85,7 +100,7 @@ def test_slow_ends_once_the_learner_waits_for_something_else_after_all():
     """What is pooled while stragglers are waited for is no sign of too much in flight."""
     state, factors = State(), []
     for n in range(40):
-        decided = watermark.decide(state, Observed(float(n), 32, 16, 0.0 if n < 20 else 0.5), CONFIG)
+        decided = watermark.decide(state, Observed(float(n), 32, 16, 3, 0.0 if n < 20 else 0.5), CONFIG)
         state, factors = decided.state, [*factors, decided.factor]
     assert factors[19] == 0.5
     assert factors[-1] == 1.0

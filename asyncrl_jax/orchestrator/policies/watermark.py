@@ -3,10 +3,12 @@
 Rule. The backlog is the groups that wait for the learner, in updates' worth. Above the high mark, not falling, and
 with a busy learner, less is put in flight (factor 1/2); below the low mark, not rising and with a learner that idles,
 more (factor 2). Either ends in the middle between the marks, and no two changes are closer than the dwell time:
-hysteresis in level and in time, so noise around a mark changes nothing. Less in flight also ends once the learner idles
-after all, as when it waits for stragglers: then what waits for it is no sign that it has too much. The factor scales
-what admission aims at and never its bound. Apart from that, each environment has a token bucket: an outside service's
-quota in episodes a second is never exceeded by more than the burst.
+hysteresis in level and in time, so noise around a mark changes nothing. The high mark is a share of what the bound on
+lag lets be outstanding: where much may be under way, and episodes are uneven, much comes and goes at once, and a mark
+that it passes each time would starve the learner in between. Less in flight also ends once the learner idles after
+all, as when it waits for stragglers: then what waits for it is no sign that it has too much. The factor scales what
+admission aims at and never its bound. Apart from that, each environment has a token bucket: an outside service's quota
+in episodes a second is never exceeded by more than the burst.
 
 Source: high and low watermarks as in Reactive Streams and Kafka's quota; token bucket, RFC 2697.
 Failure mode: a learner that idles for another reason (a checkpoint, a compile) looks starved; the price is more
@@ -44,6 +46,7 @@ class Observed:
     now: float  # seconds
     backlog_groups: int  # groups queued or pooled, waiting for the learner
     groups_per_update: int
+    bound_updates: int  # updates' worth that the bound on lag lets be outstanding, N - A + 1
     idle_share: float  # of the learner's time since the last look
 
 
@@ -66,7 +69,7 @@ def decide(state: State, observed: Observed, config: WatermarkConfig) -> Decided
     if elapsed > 0:
         rate += _RATE_WEIGHT * ((backlog - state.backlog) / elapsed - rate)
     seen_at = observed.now if state.seen_at is None else max(observed.now, state.seen_at)
-    level = _level(state.level, backlog, rate, observed.idle_share, config)
+    level = _level(state.level, backlog, rate, observed, config)
     if level != state.level and seen_at - state.changed_at < config.dwell_s:
         level = state.level
     if level == state.level:
@@ -81,9 +84,10 @@ def decide(state: State, observed: Observed, config: WatermarkConfig) -> Decided
     return Decided(State(level, seen_at, backlog, rate, seen_at), FACTORS[level], (entry,))
 
 
-def _level(level: str, backlog: float, rate: float, idle_share: float, config: WatermarkConfig) -> str:
-    middle = (config.high_updates + config.low_updates) / 2
-    if backlog >= config.high_updates and rate >= 0 and idle_share < config.idle_share:
+def _level(level: str, backlog: float, rate: float, observed: Observed, config: WatermarkConfig) -> str:
+    high, idle_share = config.high_mark(observed.bound_updates), observed.idle_share
+    middle = (high + config.low_updates) / 2
+    if backlog >= high and rate >= 0 and idle_share < config.idle_share:
         return "slow"
     if backlog <= config.low_updates and rate <= 0 and idle_share >= config.idle_share:
         return "fast"
