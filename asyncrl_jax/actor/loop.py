@@ -125,7 +125,8 @@ class _Host:
             poll_interval_s=config.weights.poll_interval_s,
             max_behind=config.effective_lag.actor_updates,
         )
-        tally, watched = Tally(self._actor_id), WatchedEngine(engine)
+        tally = Tally(self._actor_id, self._environments.name, self._services.tool_outcomes)
+        watched = WatchedEngine(engine)
         sampler = self._sampler(watched, evaluation_engine, refresher, tally)
         evaluator = self._evaluator(evaluation_engine)
         pulse = Pulse(

@@ -15,6 +15,7 @@ import numpy as np
 from asyncrl_jax.actor.engines.base import Completion, Engine, EngineCounters, Session
 from asyncrl_jax.actor.episode import EpisodeFailed
 from asyncrl_jax.actor.rewards import InvalidReward, step_gap
+from asyncrl_jax.actor.tools.base import ToolBroken
 from asyncrl_jax.actor.verifiers import ScoreFailed
 from asyncrl_jax.types import Ticket, Trajectory, WeightVersion
 
@@ -26,8 +27,15 @@ _OF_THE_DATA = (ValueError, TypeError, LookupError, ArithmeticError, AssertionEr
 class Tally:
     """Sums since the last `take`."""
 
-    def __init__(self, actor_id: str):
+    def __init__(self, actor_id: str, environment: str = "", tool_outcomes: Mapping[str, int] | None = None):
+        """Args:
+        environment: that the actor plays.
+        tool_outcomes: of its tools' calls so far, by "tool/outcome".
+        """
         self._actor_id = actor_id
+        self._environment = environment
+        self._tool_outcomes = {} if tool_outcomes is None else tool_outcomes
+        self._answered: dict[str, int] = {}  # calls of each tool that it has answered, as of the last `take`
         self._buckets: dict[str, dict[str, float]] = {}
         self._targets: dict[str, dict[str, Any]] = {}
 
@@ -60,13 +68,11 @@ class Tally:
 
     def fault(self, environment: str, error: EpisodeFailed) -> None:
         """Counts an episode that failed, by where it did and with what."""
-        kind, _, tool = error.stage.partition(":")
-        target = {
-            "score": f"reward:{environment}",
-            "process": f"reward:{environment}",
-            "tool": f"tool:{environment}/{tool}",
-        }.get(kind, f"environment:{environment}")
         cause = error.__cause__
+        if isinstance(cause, ToolBroken) and cause.tool:
+            target = f"tool:{environment}/{cause.tool}"
+        else:
+            target = f"{'reward' if error.stage in ('score', 'process') else 'environment'}:{environment}"
         faults = self._target(target)["data" if isinstance(cause, _OF_THE_DATA) else "infrastructure"]
         signature = f"{error.stage}/{type(cause).__name__}"
         if isinstance(cause, (InvalidReward, ScoreFailed)):
@@ -79,11 +85,24 @@ class Tally:
 
     def take(self) -> Mapping[str, Any] | None:
         """The sums, which start anew; None when nothing happened."""
+        self._count_answers()
         if not self._buckets and not self._targets:
             return None
         record = {"actor": self._actor_id, "buckets": self._buckets, "targets": self._targets}
         self._buckets, self._targets = {}, {}
         return record
+
+    def _count_answers(self) -> None:
+        """A tool that answers works, whatever it was asked. One that a call's time ran out on may not."""
+        answered: dict[str, int] = collections.defaultdict(int)
+        for name, count in self._tool_outcomes.items():
+            tool, _, outcome = name.rpartition("/")
+            if outcome in ("ok", "failed"):
+                answered[tool] += count
+        for tool, count in answered.items():
+            if new := count - self._answered.get(tool, 0):
+                self._target(f"tool:{self._environment}/{tool}")["successes"] += new
+        self._answered = answered
 
     def _target(self, name: str) -> dict[str, Any]:
         empty = {

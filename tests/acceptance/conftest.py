@@ -47,9 +47,10 @@ _rows: list[str] = []
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[[str, WholeRun], None]:
     """Adds a run to the table; the verdict is that of the test that asked."""
+    runs = request.node.recorded = []
 
     def add(name: str, run: WholeRun) -> None:
-        request.node.recorded = (name, run)
+        runs.append((name, run))
 
     return add
 
@@ -57,9 +58,9 @@ def record(request: pytest.FixtureRequest) -> Callable[[str, WholeRun], None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    recorded = getattr(item, "recorded", None)
-    if call.when == "call" and recorded is not None:
-        _rows.append(_row(*recorded, verdict="held" if report.passed else "FAILED"))
+    if call.when == "call":
+        verdict = "held" if report.passed else "FAILED"
+        _rows.extend(_row(*recorded, verdict=verdict) for recorded in getattr(item, "recorded", []))
     return report
 
 

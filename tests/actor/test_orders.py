@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import time
 import types
@@ -19,6 +20,7 @@ from asyncrl_jax.actor.pulse import Pulse
 from asyncrl_jax.actor.sampler import RETRY_BURST, Sampler
 from asyncrl_jax.actor.services import Services
 from asyncrl_jax.actor.tally import Tally, WatchedEngine, repetition
+from asyncrl_jax.actor.tools.base import ToolBroken
 from asyncrl_jax.actor.watchdog import Watchdog
 from asyncrl_jax.config import ActorConfig, EnvironmentConfig, RewardConfig
 from asyncrl_jax.transport.steering import ActorOrder, Directives
@@ -70,13 +72,29 @@ def test_a_tally_sums_groups_by_bucket_and_starts_anew():
     assert tally.take() is None
 
 
+def broken(tool):
+    error = ToolBroken("no connection")
+    error.tool = tool
+    return error
+
+
+def test_calls_that_a_tool_answers_are_its_successes_once_each():
+    outcomes = collections.Counter({"python/ok": 2, "python/failed": 1, "python/broken": 5, "python/timeout": 1})
+    tally = Tally("a", "sums", outcomes)
+    assert tally.take()["targets"]["tool:sums/python"]["successes"] == 3
+    assert tally.take() is None
+    outcomes["python/ok"] += 1
+    assert tally.take()["targets"]["tool:sums/python"]["successes"] == 1
+
+
 @pytest.mark.parametrize(
     ("stage", "cause", "target", "kind"),
     [
         ("step", TimeoutError(), "environment:sums", "infrastructure"),
         ("reset", ValueError("no task"), "environment:sums", "data"),
         ("score", ConnectionError(), "reward:sums", "infrastructure"),
-        ("tool:search", OSError(), "tool:sums/search", "infrastructure"),
+        ("step", broken("search"), "tool:sums/search", "infrastructure"),
+        ("step", broken(""), "environment:sums", "infrastructure"),
     ],
 )
 def test_a_fault_is_counted_where_it_happened_infrastructure_and_data_apart(stage, cause, target, kind):

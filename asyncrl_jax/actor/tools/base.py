@@ -35,7 +35,12 @@ class ToolFailed(Exception):
 
 
 class ToolBroken(RuntimeError):
-    """The tool itself does not work, whatever is asked of it: a fault of the infrastructure, not of the policy."""
+    """The tool itself does not work, whatever is asked of it: a fault of the infrastructure, not of the policy.
+
+    `tool` is its name, set where calls are made.
+    """
+
+    tool = ""
 
 
 class Tool(Protocol):
@@ -79,7 +84,7 @@ async def answer_calls(
       max_calls: that are made; those behind them are wrong, so that one turn can't take the tools from all others.
       timeout_s: for each call of a tool that does not limit itself; what is still running then is cancelled.
       max_characters: of one answer; the middle of a longer one is left out.
-      outcomes: counts the calls, by "tool/outcome"; outcomes are ok, failed, timeout, output_limit, wrong_call.
+      outcomes: counts the calls, by "tool/outcome"; outcomes are ok, failed, timeout, output_limit, wrong_call, broken.
 
     Returns:
       For each call, in order, its tool message, and whether it was well-formed and succeeded.
@@ -87,11 +92,15 @@ async def answer_calls(
     Raises:
       ToolBroken: from a tool; the other calls are cancelled.
     """
+    faults: tuple[Exception, ...] = ()
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_answer(call, tools, timeout_s)) for call in calls[:max_calls]]
-    except ExceptionGroup as broken:  # the first is what the fault is counted as
-        raise broken.exceptions[0] from None
+    except* ToolBroken as broken:
+        faults = broken.exceptions
+    if faults:  # the first is what the fault is counted as
+        outcomes.update(f"{fault.tool}/broken" for fault in faults if isinstance(fault, ToolBroken))
+        raise faults[0] from None
     answers = [task.result() for task in tasks]
     answers += [_unmade(call, max_calls) for call in calls[max_calls:]]
     outcomes.update(f"{name if name in tools else 'unknown'}/{outcome}" for name, _, outcome in answers)
@@ -120,12 +129,15 @@ async def _answer(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], tim
             return call.name, await tool.call(call.arguments), "ok"
     except ToolFailed as error:
         return call.name, f"error: {error}", error.outcome
-    except ToolBroken:
+    except ToolBroken as error:
+        error.tool = call.name
         raise
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.expired():
             return call.name, f"error: no answer within {timeout_s:g} s", "timeout"
-        raise ToolBroken(f"tool {call.name}: {repr(error)[:500]}") from error
+        broken = ToolBroken(f"tool {call.name}: {repr(error)[:500]}")
+        broken.tool = call.name
+        raise broken from error
 
 
 def _problem(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:

@@ -217,10 +217,13 @@ def test_calls_beyond_those_that_a_turn_may_make_are_answered_and_not_made():
 
 
 def test_a_broken_tool_fails_the_episode_and_is_named():
+    source = _source(tools=[Broken()])
     with pytest.raises(EpisodeFailed, match="no such machine") as failed:
-        _play(_source(tools=[Broken()]), '<tool_call>{"name": "broken"}</tool_call>')
+        _play(source, '<tool_call>{"name": "broken"}</tool_call>')
     assert failed.value.stage == "step"
     assert isinstance(failed.value.__cause__, ToolBroken)  # what the fault is counted as
+    assert failed.value.__cause__.tool == "broken"  # and where
+    assert source.outcomes == {"broken/broken": 1}
 
 
 def test_a_tool_that_raises_anything_else_is_broken_too():
@@ -233,6 +236,7 @@ def test_a_tool_that_raises_anything_else_is_broken_too():
     with pytest.raises(EpisodeFailed, match="tool odd: KeyError") as failed:
         _play(_source(tools=[Odd()]), '<tool_call>{"name": "odd"}</tool_call>')
     assert isinstance(failed.value.__cause__, ToolBroken)
+    assert failed.value.__cause__.tool == "odd"
 
 
 def test_without_tools_a_call_is_an_answer_like_any_other():
