@@ -162,6 +162,26 @@ def test_a_running_ticket_is_waited_for_until_its_deadline_has_passed(server, tm
     assert trained_tasks(run.run_dir)[2] == (4,)  # min_update 0 and N = 4
 
 
+def test_a_due_group_that_arrives_between_the_look_and_the_draw_is_drawn(server, tmp_path):
+    """No actor has its ticket any more, and the pool does not hold it yet."""
+    config = small_config(tmp_path / "arriving", server, mode="async", num_updates=7)
+    with ScriptedRun(config, server) as run:
+        run.withheld = {2}
+        learner = run.make_learner()
+        look = learner.intake.pool_new
+
+        def pool_new(block_ms):
+            look(block_ms)
+            if run.withheld and learner.update == 4 and len(learner.pool) >= 3:
+                run.withheld.clear()
+                wait_for(lambda: run.ledger.live()["1-2"].state == "queued")
+
+        learner.intake.pool_new = pool_new
+        run.drive(learner)
+        assert run.audit().sound
+    assert trained_tasks(run.run_dir)[2] == (4,)
+
+
 @pytest.mark.parametrize(("lead", "wait_s", "cut_at"), [(0, 0.1, 4), (1, 1000.0, 3)])
 def test_late_members_are_given_up_when_the_wait_is_over_or_that_many_updates_ahead(
     server, tmp_path, monkeypatch, lead, wait_s, cut_at
