@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl_jax.actor.engines.vllm_backend import TOP, Backend, SamplingRequest
 from asyncrl_jax.weights.manifest import Manifest, WeightsMismatch
 
-PROOF_TOKENS = 4  # sampled for each row of a proof
+PROOF_TOKENS = 3  # sampled for each row of a proof: by prefill, from its cache, and from what a decode step has cached
 _TEMPERATURE = 0.7  # not 1, so that a temperature applied twice or never shows; below 1, see `_misreported`
 _MAX_ROWS = 4  # rows that are continued
 
