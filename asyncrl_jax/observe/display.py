@@ -137,7 +137,7 @@ def plain_line(config: Config, snapshot: Snapshot | None, elapsed_s: float) -> s
         return f"{parts[0]} step {step}/{config.warm_start.num_steps}{'' if step else ', compiling'}"
     parts[0] += f" update {snapshot.state.update}/{config.learner.num_updates}"
     parts[0] += "" if snapshot.state.update else ", compiling and sampling the first groups"
-    parts.append(_freshness(config, learner))
+    parts.append(_freshness(config, snapshot))
     parts.append(f"success {_success(config, snapshot)}")
     rate = sum(beat.get("tokens_per_s", 0) for beat in snapshot.actors.values())
     parts.append(f"sampled {rate:,.0f} tok/s by {len(snapshot.actors)}")
@@ -161,7 +161,7 @@ def panel(config: Config, snapshot: Snapshot | None, restarts: Mapping[str, int]
     learner = snapshot.learner
     table.add_row("progress", _progress(config, snapshot))
     over = learner.get("over_bound_tokens", 0)
-    table.add_row("freshness", Text(_freshness(config, learner), style="bold red" if over else ""))
+    table.add_row("freshness", Text(_freshness(config, snapshot), style="bold red" if over else ""))
     table.add_row("success", f"{_success(config, snapshot)}   in training {_share(learner.get('success_train'))}")
     table.add_row(
         "learner",
@@ -206,8 +206,9 @@ def _progress(config: Config, snapshot: Snapshot) -> RenderableType:
     return row
 
 
-def _freshness(config: Config, learner: Mapping[str, Any]) -> str:
-    bound = config.effective_lag.token_updates
+def _freshness(config: Config, snapshot: Snapshot) -> str:
+    learner = snapshot.learner
+    bound = snapshot.orchestrator.get("token_updates", config.effective_lag.token_updates)  # N may have been set since
     if not learner.get("tokens_trained"):  # a lag of nothing is no lag of 0
         return f"lag – of {bound}"
     text = f"lag mean {learner['lag_mean']:.2f} p95 {learner['lag_p95']:.0f} max {learner['lag_max']:.0f} of {bound}"

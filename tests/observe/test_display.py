@@ -70,6 +70,12 @@ def test_how_busy_accelerators_are_is_shown_by_actor_and_by_class_where_there_ar
 
 
 @pytest.mark.parametrize("draw", [drawn, lambda shown: plain_line(Config(), shown, 75.0)])
+def test_lag_stands_beside_the_bound_that_holds_now(draw):
+    shown = dataclasses.replace(snapshot(), orchestrator={"ledger": LEDGER, "token_updates": 6})
+    assert "max 4 of 6" in draw(shown)
+
+
+@pytest.mark.parametrize("draw", [drawn, lambda shown: plain_line(Config(), shown, 75.0)])
 def test_a_run_that_waits_for_a_human_says_so_and_how_it_goes_on(draw):
     assert "paused" not in draw(snapshot())
     why = "paused by regression until `asyncrl resume`"
