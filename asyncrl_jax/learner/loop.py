@@ -156,7 +156,7 @@ def _collect(learner: Learner) -> list[Drawn] | None:
         expire(learner)
         now = time.monotonic()
         if len(learner.pool) >= learner.config.learner.groups_per_update:
-            late = _running(learner, due=learner.update) | _arriving(learner)
+            late = _running(learner, due=learner.update, arriving=True)
             if waited_for_stragglers_since is None:
                 waited_for_stragglers_since = now
             waited_s = now - waited_for_stragglers_since
@@ -200,25 +200,19 @@ def _give_up(learner: Learner, late: set[str]) -> None:
         learner.steering.cut(new)
 
 
-def _running(learner: Learner, due: int) -> set[str]:
-    """Running tickets that could not be trained on after update `due`."""
-    return {
-        ticket_id
-        for ticket_id, live in learner.ledger.live().items()
-        if live.state == "issued" and live.ticket.line == learner.line and live.ticket.deadline <= due
-    }
+def _running(learner: Learner, due: int, *, arriving: bool = False) -> set[str]:
+    """Running tickets that could not be trained on after update `due`.
 
-
-def _arriving(learner: Learner) -> set[str]:
-    """Due tickets whose group is in a stream and not yet pooled: it came after the last look, and is the oldest."""
+    Args:
+      arriving: with those whose group is in a stream and not pooled yet: it came after the last look.
+    """
     held = {pooled.ticket_id for pooled in learner.pool.all()} | learner.uses.keys()
     return {
         ticket_id
         for ticket_id, live in learner.ledger.live().items()
-        if live.state == "queued"
-        and ticket_id not in held
-        and live.ticket.line == learner.line
-        and live.ticket.deadline <= learner.update
+        if live.ticket.line == learner.line
+        and live.ticket.deadline <= due
+        and (live.state == "issued" or (arriving and ticket_id not in held))
     }
 
 
