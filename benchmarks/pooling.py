@@ -17,9 +17,14 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 
-from asyncrl_jax.actor.envs.isolated import IsolatedTasks, IsolationLimits
+from asyncrl_jax.actor.envs.isolated import EnvironmentProcesses, IsolatedTasks, IsolationLimits, Known
 from asyncrl_jax.types import Task
 from benchmarks._slow_environment import SLOW
+
+
+def one_process() -> IsolatedTasks:
+    """The environment in one process, which starts with its first episode."""
+    return IsolatedTasks(SLOW, EnvironmentProcesses(Known(SLOW.name, SLOW.num_levels), 1, IsolationLimits()))
 
 
 async def episode(tasks: IsolatedTasks, index: int) -> None:
@@ -36,22 +41,22 @@ async def episode(tasks: IsolatedTasks, index: int) -> None:
 
 async def pooled(episodes: int, at_once: int) -> None:
     """One process for all."""
-    tasks = IsolatedTasks(SLOW, 1, IsolationLimits())
+    tasks = one_process()
     try:
         await _all(lambda index: episode(tasks, index), episodes, at_once)
     finally:
-        await tasks.close()
+        await tasks.processes.close()
 
 
 async def one_each(episodes: int, at_once: int) -> None:
     """A process for each."""
 
     async def alone(index: int) -> None:
-        tasks = IsolatedTasks(SLOW, 1, IsolationLimits())
+        tasks = one_process()
         try:
             await episode(tasks, index)
         finally:
-            await tasks.close()
+            await tasks.processes.close()
 
     await _all(alone, episodes, at_once)
 

@@ -1,9 +1,11 @@
 """The arithmetic of benchmarks of whole runs, which take minutes and are not made here."""
 
+import asyncio
 import math
 
 import pytest
 
+from benchmarks import pooling
 from benchmarks._runs import crossing, interval
 from benchmarks.async_speedup import GATE, WINDOW, gate_reached
 
@@ -37,3 +39,8 @@ def test_the_gate_counts_trajectories_and_not_updates():
     assert gate_reached([few] * 4 + [high] * 10) == WINDOW
     assert gate_reached([high] * (WINDOW - 1)) is None
     assert gate_reached([{}] * 20) is None  # nothing has arrived
+
+
+def test_both_ways_of_the_pooling_benchmark_play_episodes():
+    asyncio.run(pooling.pooled(2, 2))
+    asyncio.run(pooling.one_each(1, 1))
