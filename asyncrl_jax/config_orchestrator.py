@@ -16,7 +16,7 @@ class WatermarkConfig:
     high_updates: float = setting(
         0.0,
         "backlog above which fewer tickets are issued while the learner is busy, in updates' worth of groups; 0: two "
-        "thirds of what the bound on lag lets be outstanding",
+        "thirds of what the bound on lag lets be outstanding, at least 2",
     )
     low_updates: float = setting(0.25, "backlog below which more are issued while the learner idles, in updates' worth")
     idle_share: float = setting(0.1, "share of its time that the learner idles, to count as starved")
@@ -29,12 +29,12 @@ class WatermarkConfig:
     def __post_init__(self) -> None:
         name = "orchestrator.watermark"
         require(self.high_updates >= 0, f"{name}.high_updates", self.high_updates, "at least 0")
-        high = self.high_mark(1)  # the least that may be outstanding
+        high = self.high_mark(1)  # the lowest that it may be
         require(
             0 <= self.low_updates < high,
             f"{name}.low_updates",
             self.low_updates,
-            f"at least 0 and below {name}.high_updates, which is at least {high:.2f}",
+            f"at least 0 and below {name}.high_updates, which is at least {high:g}",
         )
         require(0 <= self.idle_share <= 1, f"{name}.idle_share", self.idle_share, "between 0 and 1")
         require(self.dwell_s >= 0, f"{name}.dwell_s", self.dwell_s, "at least 0")
@@ -48,7 +48,7 @@ class WatermarkConfig:
 
     def high_mark(self, bound_updates: int) -> float:
         """The backlog that is too much where `bound_updates` updates' worth may be outstanding, in updates' worth."""
-        return self.high_updates or 2 / 3 * bound_updates
+        return self.high_updates or max(2.0, 2 / 3 * bound_updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

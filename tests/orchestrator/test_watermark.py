@@ -41,6 +41,7 @@ def test_what_is_too_much_follows_the_bound_on_lag():
 
     relative, absolute = WatermarkConfig(dwell_s=0.0), WatermarkConfig(dwell_s=0.0, high_updates=3.5)
     assert (factor(3, relative), factor(10, relative)) == (0.5, 1.0)
+    assert relative.high_mark(1) == 2.0  # in sync all of an update's groups wait while the one before is made
     assert (factor(3, absolute), factor(10, absolute)) == (0.5, 0.5)
 
 
