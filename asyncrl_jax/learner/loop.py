@@ -193,10 +193,9 @@ def _patience_s(learner: Learner, late: set[str], waited_s: float) -> float:
 
 def _give_up(learner: Learner, late: set[str]) -> None:
     """Tells actors to send running tickets without the members that are not done, once for each ticket."""
-    learner.cut &= learner.ledger.live().keys()
     if new := late - learner.cut:
         log.info("tickets %s wait no longer for late members", sorted(new)[:8])
-        learner.cut |= new
+        learner.cut = (learner.cut & learner.ledger.live().keys()) | new  # the others have ended
         learner.steering.cut(new)
 
 
