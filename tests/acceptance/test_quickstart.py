@@ -73,8 +73,8 @@ def test_without_a_learning_rate_nothing_is_learnt(tmp_path, record):
 def test_with_shuffled_rewards_success_drifts_and_the_level_not_shown_is_not_learnt(tmp_path, record):
     """Control: the gain of the other runs comes from the reward.
 
-    Updates in random directions move success on what was demonstrated, by up to 0.2 either way; what was not is not
-    learnt. Rollbacks would choose among updates by held-out success, which is a signal, so they are off.
+    Updates in random directions move success on what was demonstrated, by -0.1 to +0.2; what was not is not learnt.
+    Rollbacks would choose among updates by held-out success, which is a signal, so they are off.
     """
     flags = ["--config.reward.shuffle=true", "--config.orchestrator.regression.rollback=false"]
     gains = []
