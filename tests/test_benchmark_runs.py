@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import pooling
 from benchmarks._runs import crossing, interval
-from benchmarks.async_speedup import GATE, WINDOW, gate_reached
+from benchmarks.async_speedup import GATE, WINDOW, Sampled, gate_passed, sampled_in_sync
 
 
 def test_the_gate_is_where_the_curve_first_crosses_it():
@@ -28,17 +28,22 @@ def test_the_interval_is_of_the_mean_log_ratio():
 
 
 def test_the_gate_counts_trajectories_and_not_updates():
-    """The share of those that arrived in the window, whatever that of an update with few of them."""
-    low, high = ({"success_all": share, "trajectories_all": 128.0} for share in (0.5, 0.95))
+    """The share of what the weights of the window sampled, whatever that of an update with few of them."""
+    low, high, few, none = Sampled(128, 64), Sampled(128, 121.6), Sampled(1, 0), Sampled(0, 0)
     needed = next(n for n in range(WINDOW + 1) if 0.95 * n + 0.5 * (WINDOW - n) >= GATE * WINDOW)
     assert 0 < needed < WINDOW
-    assert gate_reached([low] * WINDOW + [high] * 20) == WINDOW + needed
-    assert gate_reached([low] * 40) is None
-    few = {"success_all": 0.0, "trajectories_all": 1.0}
-    assert gate_reached([high] * 10 + [few]) == WINDOW
-    assert gate_reached([few] * 4 + [high] * 10) == WINDOW
-    assert gate_reached([high] * (WINDOW - 1)) is None
-    assert gate_reached([{}] * 20) is None  # nothing has arrived
+    assert gate_passed([low] * WINDOW + [high] * 20) == WINDOW + needed - 1
+    assert gate_passed([low] * 40) is None
+    assert gate_passed([high] * 10 + [few]) == WINDOW - 1
+    assert gate_passed([few] * 4 + [high] * 10) == WINDOW - 1
+    assert gate_passed([high, none] * 10) == WINDOW - 1  # weights that nothing was sampled with
+    assert gate_passed([high] * (WINDOW - 1)) is None
+    assert gate_passed([none] * 20) is None
+
+
+def test_what_a_sync_update_trains_on_was_sampled_by_the_weights_before_it():
+    rows = [{"success_all": 0.25, "trajectories_all": 128.0}, {}, {"success_all": 0.5, "trajectories_all": 64.0}]
+    assert sampled_in_sync(rows) == [(128, 32), (0, 0), (64, 32)]
 
 
 def test_both_ways_of_the_pooling_benchmark_play_episodes():

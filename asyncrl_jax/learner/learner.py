@@ -117,7 +117,7 @@ class Learner:
     def draw(self) -> list[Drawn]:
         """Takes the groups of the next update from the pool, which holds enough of them."""
         moment = Moment(
-            bucket_weights=self._bucket_weights(),
+            bucket_weights=self._bucket_weights,
             lag=lambda p: max(self.staleness.version_lag(number, self.line, self.update) for number in p.versions),
             last_chance=lambda p: self.staleness.is_unusable(
                 p.versions, self.line, self.update + 1, self.staleness.bound(p.group.ticket)

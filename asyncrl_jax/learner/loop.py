@@ -146,13 +146,15 @@ def _collect(learner: Learner) -> list[Drawn] | None:
     since = told_at = time.monotonic()
     starved_until = since
     waited_for_stragglers_since: float | None = None
+    block_ms = 0  # what is pooled may be enough
     while not _stopping(learner):
         learner.vitals.check()
         learner.hear_publisher()
         learner.settle_if_durable()
         _follow_epoch(learner)
         obey(learner)
-        learner.intake.pool_new(READ_BLOCK_MS)
+        learner.intake.pool_new(block_ms)
+        block_ms = READ_BLOCK_MS
         expire(learner)
         now = time.monotonic()
         if len(learner.pool) >= learner.config.learner.groups_per_update:

@@ -58,7 +58,7 @@ class Drawn:
 class Moment:
     """What a draw by strata depends on besides the pooled groups."""
 
-    bucket_weights: Mapping[str, float]
+    bucket_weights: Callable[[], Mapping[str, float]]  # asked for when needed: they are the orchestrator's
     lag: Callable[[PooledGroup], int]  # of its oldest token now, in updates
     last_chance: Callable[[PooledGroup], bool]  # whether it is too old for the update after this one
     seed: int
@@ -129,7 +129,7 @@ class Pool:
         chosen = strata.draw(
             [_candidate(p, moment) for p in pooled],
             num_groups,
-            moment.bucket_weights,
+            moment.bucket_weights(),
             np.random.default_rng(moment.seed),
             random_share=self._config.random_share,
             half_life=self._config.freshness_half_life_updates,

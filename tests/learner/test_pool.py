@@ -20,7 +20,7 @@ def pooled(count: int, deadline: int, level: int = 1, **traits) -> PooledGroup:
 def moment(update: int = 0, seed: int = 0, **bucket_weights: float) -> Moment:
     """As if every group had been sampled with v0, on a line where deadlines are those of the tickets."""
     return Moment(
-        bucket_weights=bucket_weights or {bucket_of("arithmetic", level): 1.0 for level in (1, 2, 3)},
+        bucket_weights=lambda: bucket_weights or {bucket_of("arithmetic", level): 1.0 for level in (1, 2, 3)},
         lag=lambda p: update,
         last_chance=lambda p: p.group.ticket.deadline <= update,
         seed=seed,

@@ -45,6 +45,17 @@ def test_what_is_too_much_follows_the_bound_on_lag():
     assert (factor(3, absolute), factor(10, absolute)) == (0.5, 0.5)
 
 
+def test_more_ends_once_the_learner_has_its_next_update():
+    """However much the bound lets be outstanding, and though the learner still idles a little."""
+    state, factors = State(), []
+    for n in range(40):
+        backlog, idle = (0, 0.5) if n < 10 else (24, 0.07)
+        decided = watermark.decide(state, Observed(float(n), backlog, 16, 10, idle), WatermarkConfig())
+        state, factors = decided.state, [*factors, decided.factor]
+    assert factors[9] == 2.0
+    assert factors[-1] == 1.0
+
+
 def test_noise_around_a_mark_changes_nothing():
     rng = random.Random(0)
     _, log = run([24 + rng.choice((-3, 3)) for _ in range(200)], idle=0.0)

@@ -2,13 +2,14 @@
 
 Rule. The backlog is the groups that wait for the learner, in updates' worth. Above the high mark, not falling, and
 with a busy learner, less is put in flight (factor 1/2); below the low mark, not rising and with a learner that idles,
-more (factor 2). Either ends in the middle between the marks, and no two changes are closer than the dwell time:
-hysteresis in level and in time, so noise around a mark changes nothing. The high mark is a share of what the bound on
-lag lets be outstanding: where much may be under way, and episodes are uneven, much comes and goes at once, and a mark
-that it passes each time would starve the learner in between. Less in flight also ends once the learner idles after
-all, as when it waits for stragglers: then what waits for it is no sign that it has too much. The factor scales what
-admission aims at and never its bound. Apart from that, each environment has a token bucket: an outside service's quota
-in episodes a second is never exceeded by more than the burst.
+more (factor 2). Less ends in the middle between the marks; more ends there too, and at the latest where one update's
+worth above the low mark waits: the learner has its next update then, and whatever else is put in flight only ages.
+No two changes are closer than the dwell time: hysteresis in level and in time, so noise around a mark changes nothing.
+The high mark is a share of what the bound on lag lets be outstanding: where much may be under way, and episodes are
+uneven, much comes and goes at once, and a mark that it passes each time would starve the learner in between. Less in
+flight also ends once the learner idles after all, as when it waits for stragglers: then what waits for it is no sign
+that it has too much. The factor scales what admission aims at and never its bound. Apart from that, each environment
+has a token bucket: an outside service's quota in episodes a second is never exceeded by more than the burst.
 
 Source: high and low watermarks as in Reactive Streams and Kafka's quota; token bucket, RFC 2697.
 Failure mode: a learner that idles for another reason (a checkpoint, a compile) looks starved; the price is more
@@ -93,7 +94,7 @@ def _level(level: str, backlog: float, rate: float, observed: Observed, config: 
         return "fast"
     if level == "slow" and backlog > middle and idle_share < 2 * config.idle_share:
         return "slow"
-    if level == "fast" and backlog < middle and idle_share >= config.idle_share / 2:
+    if level == "fast" and backlog < min(middle, config.low_updates + 1) and idle_share >= config.idle_share / 2:
         return "fast"
     return "normal"
 
