@@ -11,6 +11,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -350,8 +352,8 @@ def _by_lag(found: Any) -> dict[int, lag.LagStatistics]:
         return {}
     statistics = {}
     for name, values in found.items():
-        if str(name).isdigit() and isinstance(values, list) and len(values) == 3:
-            statistics[int(name)] = lag.LagStatistics(*(float(value or 0.0) for value in values))
+        if _UPDATES.fullmatch(str(name)) and isinstance(values, list) and len(values) == 3:
+            statistics[int(name)] = lag.LagStatistics(*map(_finite, values))
     return statistics
 
 
@@ -388,7 +390,7 @@ def _archive_reset(
     asked = scene.operator.get("archive_reset")
     entered = tuned.state.fresh and not states.lag.fresh
     if isinstance(asked, dict) and str(asked) != states.marks.get("archive_reset"):
-        before, why = update - int(asked.get("updates", 0)), "by hand: the oldest end"
+        before, why = update - int(_number(asked, "updates")), "by hand: the oldest end"
     elif entered:
         before, why = update - tuned.token_updates // 2, "the policy has run off: the oldest end"
     else:
@@ -437,9 +439,14 @@ def _directives(
 
 def _number(values: Mapping[str, Any], name: str, default: float = 0.0) -> float:
     """A finite number by name; the default for anything else."""
-    value = values.get(name, default)
-    good = type(value) in _NUMBERS and math.isfinite(value)
+    return _finite(values.get(name, default), default)
+
+
+def _finite(value: Any, default: float = 0.0) -> float:
+    """A finite number; the default for anything else."""
+    good = type(value) in _NUMBERS and abs(value) <= sys.float_info.max
     return float(value) if good else default
 
 
 _NUMBERS = (float, int)  # exactly: True is none
+_UPDATES = re.compile(r"[0-9]{1,9}")

@@ -64,7 +64,7 @@ def calibrate(run_dir: Path) -> tuple[Config, Inputs]:
         turns=";".join(turns),
         episode_tokens=";".join(tokens),
         update_s=str(measured([row["step_s"] for row in rows[WARM_UP:]])),
-        publish_s=_publish_s(rows, steady),
+        publish_s=_publish_s(rows, steady, config.weights.publish_every_updates),
         swap_s=0.0,
         swap_pause_s=0.0,
         dispatch_s=_dispatch_s(steady),
@@ -95,8 +95,8 @@ def _episodes(row: ArchivedGroup, turn_delay_s: str) -> Iterator[_Episode]:
         )
 
 
-def _publish_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup]) -> float:
-    """Versions count as updates: exact on a run without rollbacks that publishes every update."""
+def _publish_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup], every_updates: int) -> float:
+    """A version is taken to be of `every_updates` updates more than the one before: exact on a run without rollbacks."""
     first_token: dict[int, float] = {}
     for row in groups:
         for trajectory in row.group.trajectories:
@@ -104,7 +104,8 @@ def _publish_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup]) 
             start = trajectory.sampling_started_at
             first_token[version] = min(first_token.get(version, start), start)
     ends = {row["step"]: row["time"] for row in rows}
-    delays = [max(start - ends[version], 0.0) for version, start in first_token.items() if version in ends]
+    made = {version: ends[version * every_updates] for version in first_token if version * every_updates in ends}
+    delays = [max(first_token[version] - end, 0.0) for version, end in made.items()]
     return float(np.quantile(delays, 0.1)) if delays else 0.0
 
 

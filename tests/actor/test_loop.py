@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_setup import MAX_TOKENS, MODEL, full_logprobs, make_version
 
+from asyncrl_jax.actor.engines.jax_engine import JaxEngine
 from asyncrl_jax.actor.envs import registry
 from asyncrl_jax.actor.envs.arithmetic import Arithmetic
 from asyncrl_jax.actor.loop import _once, run_actor
@@ -194,6 +195,30 @@ def test_nothing_is_claimed_before_the_first_weights(run):
     assert run.redis.xpending(run.keys.tasks, "actors")["pending"] == 0
     run.announce(0)
     assert len(run.collect(2)) == 2
+
+
+def test_orch_09_what_is_asked_before_the_engine_is_ready_waits_for_it(run, monkeypatch, caplog):
+    """A first load of 2 s: nothing is claimed meanwhile, nothing is lost, and nobody complains."""
+    load = JaxEngine.load
+
+    async def slow(engine, directory, version):
+        await asyncio.sleep(2.0)
+        await load(engine, directory, version)
+
+    monkeypatch.setattr(JaxEngine, "load", slow)
+    run.announce(0)
+    run.learner_at(0)
+    tickets = run.issue(3)
+    with caplog.at_level(logging.WARNING):
+        run.thread.start()
+        run.until(lambda: "version" in run.beat())
+        assert run.beat()["version"] is None
+        assert run.redis.xpending(run.keys.tasks, "actors")["pending"] == 0
+        groups = run.collect(3)
+    assert sorted(group.ticket.ticket_id for group in groups) == sorted(ticket.ticket_id for ticket in tickets)
+    assert not caplog.records, [record.getMessage() for record in caplog.records]
+    run.until(lambda: run.beat().get("groups_submitted") == 3)
+    assert run.beat()["tickets_failed"] == 0
 
 
 def test_wgt_04_a_new_actor_samples_with_nothing_older_than_the_learners_newest(run):

@@ -65,6 +65,22 @@ def test_the_times_of_a_run_are_read_back(run_dir):
     assert inputs.zero_variance_share == 0.5
 
 
+def test_a_version_is_of_as_many_updates_as_are_published_together(run_dir):
+    """Taken for one update each, versions seem to come later and later: by 2 s each here."""
+    config = read_config(run_dir / "config.json")
+    write_config(run_dir / "config.json", override(config, {"weights.publish_every_updates": 2}))
+    (path,) = (run_dir / "archive").glob("groups-*.avro")
+    rows = []
+    for row in read_groups(path):
+        (update,) = row.updates
+        start = 100.0 + 2 * update + PUBLISH_S
+        sampled = (trajectory(update // 2, start), trajectory(update // 2, start))
+        rows.append(dataclasses.replace(row, group=dataclasses.replace(row.group, trajectories=sampled)))
+    write_groups(path, rows)
+    _, inputs = calibrate(run_dir)
+    assert inputs.publish_s == pytest.approx(PUBLISH_S, abs=1e-3)
+
+
 def test_an_added_delay_is_taken_out_of_what_was_measured(run_dir):
     """It is drawn anew by the simulation, so that it can be another one there."""
     config, law = read_config(run_dir / "config.json"), "lognormal:0.05:1.0"
