@@ -115,6 +115,16 @@ def exit_with(message: str, code: int = USER_ERROR) -> NoReturn:
     sys.exit(code)
 
 
+def check_output(path: str) -> None:
+    """Looks at --output before the work is done.
+
+    Raises:
+      ValueError: if there is no directory to write it to.
+    """
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--output={path}: there is no directory {Path(path).absolute().parent}")
+
+
 def parse_words(argv: Sequence[str]) -> list[str]:
     """Parses the command line of a binary without settings; a mistake ends the process with one line and exit code 2.
 
@@ -147,6 +157,17 @@ def parse(argv: Sequence[str]) -> list[str]:
 def run(main: Callable[[], int]) -> None:
     """Body of a launcher: defines and parses the flags, calls `main` and exits with the code that it returns."""
     define()
-    for flag in flags.FLAGS.get_key_flags_for_module(main.__module__):
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # so that --help shows the launcher's own
+    _show_own(main)
     app.run(lambda _argv: main(), flags_parser=parse)
+
+
+def run_words(main: Callable[[list[str]], int | None]) -> None:
+    """Body of a launcher without settings: as `run`, and `main` is given the words that are no flags."""
+    _show_own(main)
+    app.run(main, flags_parser=parse_words)
+
+
+def _show_own(main: Callable[..., Any]) -> None:
+    """Makes --help show a launcher's own flags."""
+    for flag in flags.FLAGS.get_key_flags_for_module(main.__module__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)

@@ -3,11 +3,10 @@
 import sys
 from pathlib import Path
 
-from absl import app
 from absl import flags as absl_flags
 
 from asyncrl_jax.exit_codes import FINISHED, USER_ERROR
-from asyncrl_jax.flags import parse_words
+from asyncrl_jax.flags import check_output, run_words
 
 _OUTPUT = absl_flags.DEFINE_string("output", "compare.png", "Picture to write; empty for none.")
 
@@ -22,6 +21,7 @@ def main(argv: list[str]) -> int:
     from asyncrl_jax.observe import compare
 
     try:
+        check_output(_OUTPUT.value)
         first, second = (compare.read_run(Path(name)) for name in argv[1:])
     except ValueError as error:
         print(f"asyncrl-compare: error: {error}", file=sys.stderr)
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Console entry point."""
-    app.run(main, flags_parser=parse_words)
+    run_words(main)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,11 @@ asyncrl-convert --source=runs/latest --output=exported               a run's new
 asyncrl-convert --source=exported --output=weights --publish         Hugging Face to a published version 0
 """
 
-import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from asyncrl_jax.exit_codes import USER_ERROR
-from asyncrl_jax.flags import exit_with, parse_words
+from asyncrl_jax.flags import exit_with, run_words
 
 _SOURCE = flags.DEFINE_string("source", None, "Hugging Face directory, or directory of a run.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Directory to write.", required=True)
@@ -45,14 +43,13 @@ def main(argv: list[str]) -> None:
             is_hf = not (source / "weights").is_dir() and not (source / "checkpoints").is_dir()
             tokenizer = _TOKENIZER.value or (source if is_hf else None)
             save_params(model, params, output, dtype=_DTYPE.value, tokenizer_from=tokenizer)
-    except ValueError as error:
-        print(f"asyncrl-convert: error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+    except (ValueError, FileNotFoundError) as error:
+        exit_with(str(error))
 
 
 def run() -> None:
     """Console entry point."""
-    app.run(main, flags_parser=parse_words)
+    run_words(main)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from absl import app
 from absl import flags as absl_flags
 
 from asyncrl_jax.config_file import read_config
-from asyncrl_jax.flags import exit_with, parse_words
+from asyncrl_jax.flags import exit_with, run_words
 from asyncrl_jax.local.environment import redis_password
 from asyncrl_jax.orchestrator import console
 from asyncrl_jax.transport.connection import RedisUnavailable, connect
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
 def run() -> None:
     """Console entry point."""
     sys.modules["__main__"].__doc__ = f"{__doc__}\n{console.__doc__}"
-    app.run(main, flags_parser=parse_words)
+    run_words(main)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ def main() -> int:
     from asyncrl_jax.simulate.calibrate import calibrate
 
     given = flags.changes(cls=Inputs, prefix=_PREFIX)
-    values = absl_flags.FLAGS
     try:
+        flags.check_output(_OUTPUT.value)
         if _CALIBRATE.value:
             config, measured = calibrate(Path(_CALIBRATE.value))
             config, inputs = override(config, flags.changes()), override(measured, given)
         else:
-            named = values.preset or values.config_file
+            named = absl_flags.FLAGS.preset or absl_flags.FLAGS.config_file
             config = flags.config_from_flags() if named else override(preset("thousand"), flags.changes())
             inputs = override(Inputs(), given)
         name, settings = sweep.parse_sweep(_SWEEP.value)

@@ -82,7 +82,7 @@ def _resume(learner: Learner, step: int) -> None:
     learner.staleness.lines |= learner.control.lines()  # one that was never checkpointed keeps its number
     sweep(learner.weights_dir, announced=learner.staleness.versions)
     if learner.update < learner.config.learner.num_updates:  # else the run may have been ended already, and stays so
-        learner.control.set_phase("running")
+        learner.control.reopen()
     held = _read_pending(learner, meta)
     if learner.epoch > meta["epoch"]:  # Redis lost its data after this checkpoint, and the killed learner what it held
         learner.settlement.record_lost(learner.epoch, learner.update, held=learner.ledger.live())

@@ -201,17 +201,18 @@ class LocalRun:
             self._environment[PASSWORD_VARIABLE] = password
         self._make_demonstrations()
         patient = connect(dataclasses.replace(config.redis, outage_s=_REPORT_PATIENCE_S), password)
-        Control(patient, Keys(config.redis.namespace)).set_phase("running")
+        keys = Keys(config.redis.namespace)
+        Control(patient, keys).reopen()
         client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), password, answer_s=_ANSWER_S)
         for part in self._parts():
             self._supervisor.start(part)
         self._follow_orders(patient)
-        for one in Steering(patient, Keys(config.redis.namespace)).newest_decisions(1):
+        for one in Steering(patient, keys).newest_decisions(1):
             self._told = one.entry_id
         write_record(self._run_dir, config, self._environment)
         closed = self._watch(client)
         if self._signal is not None or closed is not None:
-            return self._stopped(closed)
+            return self._stopped(closed, Control(client, keys))
         self._supervisor.stop_roles()
         from asyncrl_jax.observe.report import print_summary, write_report  # matplotlib: not before there is a picture
 
@@ -343,10 +344,11 @@ class LocalRun:
             if one.decision.policy in _TOLD_POLICIES and one.decision.action != "pass":  # of an evaluation
                 self._say(f"{one.decision.policy}: {one.decision.action} {one.decision.subject}, {one.decision.reason}")
 
-    def _stopped(self, closed: str | None) -> int:
+    def _stopped(self, closed: str | None, control: Control) -> int:
+        drained = closed is not None and control.phase() == "stopping"
         self._supervisor.stop()
         number = self._signal or signal.SIGTERM
-        why = f"{closed} was closed" if closed else signal.Signals(number).name
+        why = "drained" if drained else f"{closed} was closed" if closed else signal.Signals(number).name
         self._say(f"stopped ({why}); go on with --resume={self._run_dir}")
         return exit_codes.INTERRUPTED if number == signal.SIGINT else exit_codes.TERMINATED
 

@@ -12,6 +12,7 @@ review release|hold BUCKET …       let a bucket be drawn again | take it out
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import uuid
@@ -27,31 +28,31 @@ from asyncrl_jax.orchestrator.policies import curriculum
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.steering import Steering
-from asyncrl_jax.types import Decision
+from asyncrl_jax.types import Decision, LearnerState
 
 AUTO = "auto"
 _SHOWN_DECISIONS = 12
+_DIGITS = 9  # of a number of things
+_ENVIRONMENTAL = ("environment", "reward", "tool")  # kinds of targets that belong to an environment
 
 
 def _number(least: float, most: float = math.inf) -> Callable[[str], float]:
     def parse(text: str) -> float:
-        value = float(text)
-        if not least <= value <= most:
-            raise ValueError(f"between {least:g} and {most:g}" if most < math.inf else f"at least {least:g}")
+        within = f"between {least:g} and {most:g}" if most < math.inf else f"at least {least:g}"
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"a number, {within}") from None
+        if not (least <= value <= most and math.isfinite(value)):
+            raise ValueError(f"a finite number, {within}")
         return value
 
     return parse
 
 
-def _updates(text: str) -> int:
-    if not text.isdigit():
-        raise ValueError("a number of updates, 0 or more")
-    return int(text)
-
-
-def _actors(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError("a number of actors, 1 or more")
+def _count(text: str, least: int, what: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text) >= least):
+        raise ValueError(f"a number of {what}, {least} or more")
     return int(text)
 
 
@@ -66,14 +67,16 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 # Name, or its start up to the dot, to what its value must be.
 SETTINGS: dict[str, Callable[[str], Any]] = {
-    "N": _updates,  # bound on lag, in updates
+    "N": functools.partial(_count, least=0, what="updates"),  # bound on lag, in updates
     "mode": _one_of("fresh", "normal"),  # "fresh": wait for fresh data
-    "actors": _actors,  # members of the fleet, within limits and budget
+    "actors": functools.partial(_count, least=1, what="actors"),  # members of the fleet, within limits and budget
     "temperature": _number(0.01, 10.0),  # of sampling
     "learning_rate_scale": _number(0.0, 10.0),
     "weight.": _number(0.0),  # weight.<bucket>
     "breaker.": _one_of("open", "closed"),  # breaker.<target>
-    "archive_reset": _updates,  # expire untrained groups older than this many updates, once
+    "archive_reset": functools.partial(
+        _count, least=0, what="updates"
+    ),  # expire untrained groups older than this many updates, once
 }
 
 
@@ -102,7 +105,20 @@ def run_command(words: Sequence[str], config: Config, control: Control, ledger: 
     changes, reason = _changes(command, rest, config)
     decision = Decision("operator", command, ", ".join(changes), reason)
     changed = steering.operate(changes, decision)
-    return reason if changed else f"nothing to change: {reason}"
+    unknown = _silent(changes, control) if changed else ""
+    return f"{reason}{unknown}" if changed else f"nothing to change: {reason}"
+
+
+def _silent(changes: Mapping[str, Any], control: Control) -> str:
+    """Says it when an actor that is named gives no sign of life: it may be dead, or misspelt."""
+    named = [name.removeprefix(start) for name in changes for start in _OF_ACTORS if name.startswith(start)]
+    alive = [instance for role, instance in control.heartbeats() if role == "actor"]
+    if silent := [actor for actor in named if actor not in alive]:
+        return f"; no sign of life of {', '.join(silent)}, only of {', '.join(sorted(alive)) or 'none'}"
+    return ""
+
+
+_OF_ACTORS = ("drain.", "breaker.actor:")
 
 
 def _command(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -112,7 +128,9 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
 def _changes(command: str, rest: list[str], config: Config) -> tuple[dict[str, Any], str]:
     """(settings by name, in words)."""
     once = uuid.uuid4().hex[:8]  # makes a setting that acts once differ from the one before
-    if command == "set" and rest:
+    if command == "set":
+        if not rest:
+            raise ValueError(f"'set' needs NAME=VALUE; {_known_settings()}")
         return dict(_setting(word, config, once) for word in rest), " ".join(rest)
     if command == "pause" and not rest:
         return {"paused": True}, "nothing is issued until `resume`"
@@ -137,11 +155,11 @@ def _setting(word: str, config: Config, once: str) -> tuple[str, Any]:
     name, given, text = word.partition("=")
     known = next((key for key in SETTINGS if name == key or (key.endswith(".") and name.startswith(key))), None)
     if not given or known is None:
-        raise ValueError(
-            f"{word!r}: settings are {', '.join(f'{key}…=' if key.endswith('.') else f'{key}=' for key in SETTINGS)}"
-        )
+        raise ValueError(f"{word!r}: {_known_settings()}")
     if name.startswith("weight."):
         _check_bucket(name.removeprefix("weight."), config)
+    if name.startswith("breaker."):
+        _check_target(name.removeprefix("breaker."), config)
     if text == AUTO:
         return name, None
     try:
@@ -153,6 +171,23 @@ def _setting(word: str, config: Config, once: str) -> tuple[str, Any]:
     return name, {"updates": value, "once": once} if name == "archive_reset" else value
 
 
+def _known_settings() -> str:
+    return f"settings are {', '.join(f'{key}…=' if key.endswith('.') else f'{key}=' for key in SETTINGS)}"
+
+
+def _check_target(target: str, config: Config) -> None:
+    """Actors, and tools of servers and agents, are known to a run only: of the others, what the config knows."""
+    kind, _, name = target.partition(":")
+    environment = name.rpartition("/")[0] if kind == "tool" else name
+    if kind == "actor" and name:
+        return
+    if kind not in _ENVIRONMENTAL or environment != config.environment.name:
+        own = config.environment.name
+        raise ValueError(
+            f"{target!r} is no target; there are environment:{own}, reward:{own}, tool:{own}/NAME and actor:ID"
+        )
+
+
 def _check_bound(value: int, config: Config) -> None:
     lag, most = config.effective_lag, config.most_token_updates
     least = lag.actor_updates + config.learner.replay_ratio - 1
@@ -160,8 +195,8 @@ def _check_bound(value: int, config: Config) -> None:
         raise ValueError(f"N={value}: N belongs to the mode in mode {config.mode}")
     if not least <= value <= most:
         raise ValueError(
-            f"N={value}: between {least}, actor updates + replay ratio - 1, and {most}, "
-            "orchestrator.tuning.max_token_updates"
+            f"N={value}: between {least}, actor updates + replay ratio - 1, and {most}, the larger of "
+            "lag.token_updates and orchestrator.tuning.max_token_updates"
         )
 
 
@@ -182,9 +217,14 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
     lines = [
         ", ".join(filter(None, [f"run        {control.phase()}", rounds.halt(states.halted, operator)])),
         f"leader     {'beats' if ('orchestrator', '0') in beats else 'none'}, {standbys} standing by",
-        "learner    " + (f"update {learner.update} of line {learner.line}, {learner.phase}" if learner else "none yet"),
-        f"lag        N = {directives.token_updates}, {'fresh data only, ' if directives.fresh else ''}"
-        f"mean {beat.get('lag_mean', 0):.2f}, p95 {beat.get('lag_p95', 0):.0f}, max {beat.get('lag_max', 0):.0f}",
+        _learner(learner, beat),
+        f"lag        N = {directives.token_updates}{', fresh data only' if directives.fresh else ''}"
+        + (
+            f", mean {beat.get('lag_mean', 0):.2f}, p95 {beat.get('lag_p95', 0):.0f}, max {beat.get('lag_max', 0):.0f}"
+            if beat
+            else ""
+        ),
+        _tickets(beats.get(("orchestrator", "0"), {})),
         _fleet(states),
         "ledger     " + ", ".join(f"{name} {count}" for name, count in counts.items() if count),
     ]
@@ -204,6 +244,23 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
         for one in steering.newest_decisions(_SHOWN_DECISIONS)
     ]
     return "\n".join(lines)
+
+
+def _learner(learner: LearnerState | None, beat: Mapping[str, Any]) -> str:
+    if learner is None:
+        return "learner    none yet"
+    line = f"learner    update {learner.update} of line {learner.line}, {learner.phase}"
+    if not beat:
+        return f"{line}; no sign of life"
+    starved_s, pooled = beat.get("starved_s", 0), beat.get("queue_depth", 0)
+    return f"{line}; busy {beat.get('busy', 0):.0%}, starved for {starved_s:.0f} s, {pooled} groups pooled"
+
+
+def _tickets(beat: Mapping[str, Any]) -> str:
+    if not beat:
+        return "tickets    nobody issues any"
+    factor = f", {beat['factor']:g} times as usual" if beat.get("factor", 1.0) != 1.0 else ""
+    return f"tickets    {beat.get('outstanding', 0)} outstanding, {beat.get('target', 0)} uses aimed at{factor}"
 
 
 def _fleet(states: rounds.States) -> str:
@@ -235,8 +292,8 @@ def _buckets(states: rounds.States, beat: Mapping[str, Any]) -> list[str]:
     all_issued, all_trained = max(sum(issued.values()), 1), max(sum(trained.values()), 1)
     return [
         f"bucket     {name}: success {f'{bucket.success:.2f}' if bucket.groups else '–'}, "
-        f"{issued.get(name, 0) / all_issued:.0%} of what was issued, "
-        f"{trained.get(name, 0) / all_trained:.0%} of what was trained"
+        f"{issued.get(name, 0) / all_issued:.0%} of what was issued"
+        + (f", {trained.get(name, 0) / all_trained:.0%} of what was trained" if beat else "")
         for name, bucket in sorted(states.curriculum.buckets.items(), key=lambda item: curriculum.split_bucket(item[0]))
     ]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence

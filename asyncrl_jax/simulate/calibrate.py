@@ -96,7 +96,7 @@ def _episodes(row: ArchivedGroup, turn_delay_s: str) -> Iterator[_Episode]:
 
 
 def _publish_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup], every_updates: int) -> float:
-    """A version is taken to be of `every_updates` updates more than the one before: exact on a run without rollbacks."""
+    """Takes a version to be of `every_updates` updates more than the one before: exact on a run without rollbacks."""
     first_token: dict[int, float] = {}
     for row in groups:
         for trajectory in row.group.trajectories:

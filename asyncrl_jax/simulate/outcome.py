@@ -31,7 +31,7 @@ class Outcome:
 
     wall_s: float
     updates: int
-    seconds_per_update: float
+    seconds_per_update: float | None  # None without an update
     learner_busy: float
     actor_busy: float  # slots with an episode ÷ slots
     actors_end: int
@@ -71,7 +71,7 @@ def summarise(run: Simulation) -> Outcome:
     return Outcome(
         wall_s=run.now,
         updates=run.update,
-        seconds_per_update=run.now / run.update if run.update else float("inf"),
+        seconds_per_update=run.now / run.update if run.update else None,
         learner_busy=spent.busy_s / max(spent.busy_s + spent.wait_s, 1e-9),
         actor_busy=(run.fleet.slot_seconds + running) / max(run.fleet.slot_seconds_there(now), 1e-9),
         actors_end=run.fleet.size,

@@ -71,7 +71,7 @@ def as_table(name: str, outcomes: dict[str, Outcome]) -> Table:
         table.add_row(
             value,
             f"{one.updates:,}",
-            f"{one.seconds_per_update:.3g}",
+            "–" if one.seconds_per_update is None else f"{one.seconds_per_update:.3g}",
             f"{one.learner_busy:.1%}",
             f"{one.actor_busy:.1%}",
             f"{one.lag_mean:.2f}",
@@ -90,7 +90,7 @@ def draw(name: str, outcomes: dict[str, Outcome], title: str) -> Figure:
     axes = figure.subplots(2, 2)
     places = range(len(outcomes))
     found = list(outcomes.values())
-    _bars(axes[0, 0], [3600 / one.seconds_per_update for one in found], _BLUE, "{:.0f}", "Updates an hour")
+    _bars(axes[0, 0], [3600 * one.updates / max(one.wall_s, 1e-9) for one in found], _BLUE, "{:.0f}", "Updates an hour")
     _pair(
         axes[0, 1],
         [("learner", _BLUE, [one.learner_busy for one in found]), ("slots", _GREY, [one.actor_busy for one in found])],

@@ -40,7 +40,7 @@ def connect(config: RedisConfig, password: str | None, *, answer_s: float = _ANS
       ValueError: without an address.
     """
     if not config.url:
-        raise ValueError("--config.redis.url is empty: name a server, or start one with launchers/local")
+        raise ValueError("--config.redis.url is empty: name a server, or start one with asyncrl-local")
     client = redis.Redis.from_url(
         config.url,
         password=password,
@@ -55,7 +55,11 @@ def connect(config: RedisConfig, password: str | None, *, answer_s: float = _ANS
     try:
         version = str(client.info("server").get("redis_version", ""))
     except redis.AuthenticationError as error:
-        given = "the password was refused" if password else "it wants a password: set --config.redis.password_file"
+        given = (
+            "the password was refused"
+            if password
+            else "it wants a password: set redis.password_file or the environment's ASYNCRL_REDIS_PASSWORD"
+        )
         raise RedisUnavailable(f"Redis at {config.url}: {given} ({error})") from None
     except redis.ResponseError as error:
         raise RedisUnavailable(f"Redis at {config.url} refused INFO: {error}") from None

@@ -18,8 +18,8 @@ import redis
 
 from asyncrl_jax.transport import fencing, scripts
 from asyncrl_jax.transport.keys import Keys
-from asyncrl_jax.transport.steering import parse
-from asyncrl_jax.types import EvaluationRequest, EvaluationResult, LearnerState, Line, WeightVersion
+from asyncrl_jax.transport.steering import Steering, parse
+from asyncrl_jax.types import Decision, EvaluationRequest, EvaluationResult, LearnerState, Line, WeightVersion
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -82,6 +82,14 @@ class Control:
         """
         names = list(self._redis.scan_iter(f"{self._keys.namespace}:*", count=1000))
         return int(self._redis.delete(*names)) if names else 0
+
+    def reopen(self) -> None:
+        """The phase of a run that goes on. One that stopped since it was drained issues tickets again."""
+        steering = Steering(self._redis, self._keys)
+        if self.phase() == "stopping" and steering.operator().get("draining"):
+            why = "the drained run was started again"
+            steering.operate({"draining": None}, Decision("operator", "resume", "draining", why))
+        self.set_phase("running")
 
     def set_phase(self, phase: str) -> None:
         """Raises: ValueError: for a phase that isn't one of PHASES."""

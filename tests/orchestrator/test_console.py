@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -128,11 +129,20 @@ def test_metrics_have_a_row_of_each_class_where_there_are_several(asyncrl, tmp_p
         ("set breaker.environment:arithmetic=ajar", "one of open, closed"),
         ("review release chess/1", "no bucket"),
         ("explode", "There are:"),
-        ("set", "There are:"),
+        ("set", "'set' needs NAME=VALUE; settings are N="),
+        ("set temperature=hot", "'temperature=hot': a number, between 0.01 and 10"),
+        ("set temperature=nan", "'temperature=nan': a finite number"),
+        ("set weight.arithmetic/1=inf", "'weight.arithmetic/1=inf': a finite number, at least 0"),
+        ("set N=²", "'N=²': a number of updates, 0 or more"),
+        (f"set actors={'9' * 5000}", "a number of actors, 1 or more"),
+        ("set N=99", "the larger of lag.token_updates and orchestrator.tuning.max_token_updates"),
+        ("set breaker.foo=open", "'foo' is no target; there are environment:arithmetic, reward:arithmetic"),
+        ("set breaker.environment:other=open", "'environment:other' is no target"),
+        ("set breaker.actor:=open", "'actor:' is no target"),
     ],
 )
 def test_a_mistake_changes_nothing_and_names_the_way_out(asyncrl, line, why):
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=re.escape(why)):
         asyncrl(line)
     assert asyncrl.space.steering.operator() == {}
     assert asyncrl.space.steering.num_decisions() == 0
@@ -170,6 +180,20 @@ def test_drain_of_an_actor_and_of_the_run(asyncrl):
     assert asyncrl.space.control.phase() == "stopping"
 
 
+def test_a_drained_run_that_is_started_again_issues_tickets(asyncrl):
+    """Its drain is over; one that is only taken up again, as after a crash, still drains."""
+    space = asyncrl.space
+    asyncrl("drain")
+    space.control.reopen()
+    assert asyncrl.tick()
+    assert (space.control.phase(), asyncrl.tickets()) == ("stopping", [])
+    space.control.reopen()
+    assert not asyncrl.tick()
+    assert (space.control.phase(), bool(asyncrl.tickets())) == ("running", True)
+    resumed = [one.decision for one in space.steering.decisions() if one.decision.subject == "draining"]
+    assert [one.action for one in resumed] == ["drain", "resume"]
+
+
 def test_a_drained_run_stops_with_groups_that_are_too_few_for_an_update(asyncrl):
     """They wait in the learner's pool, and are there when the run is resumed."""
     asyncrl.tick()
@@ -198,6 +222,25 @@ def test_a_breaker_by_hand_and_a_review(asyncrl):
     asyncrl("review release arithmetic/3")
     asyncrl.tick()
     assert asyncrl("review") == "no bucket is held"
+
+
+def test_an_actor_that_gives_no_sign_of_life_is_named(asyncrl):
+    asyncrl.space.control.beat("actor", "actor-0", {}, 60)
+    assert asyncrl("drain actor-0 nosuch").endswith("; no sign of life of nosuch, only of actor-0")
+    assert asyncrl("set breaker.actor:actor-0=open") == "breaker.actor:actor-0=open"
+
+
+def test_a_learner_that_gives_no_sign_of_life_does_not_look_well(asyncrl):
+    asyncrl.tick()
+    shown = asyncrl("status")
+    assert "update 5 of line 0, training; no sign of life" in shown
+    assert "mean" not in shown
+    assert "of what was trained" not in shown
+    asyncrl.space.control.beat("learner", "0", {"busy": 0.5, "starved_s": 12, "queue_depth": 3, "lag_mean": 1.5}, 60)
+    shown = asyncrl("status")
+    assert "training; busy 50%, starved for 12 s, 3 groups pooled" in shown
+    assert "N = 4, mean 1.50" in shown
+    assert re.search(r"tickets    \d+ outstanding, \d+ uses aimed at", shown)
 
 
 def test_archive_reset_acts_once(asyncrl):

@@ -22,7 +22,7 @@ VALUES = st.recursive(
 BY_LAG = st.dictionaries(ODD_NAMES, st.lists(VALUES, min_size=3, max_size=3) | VALUES, max_size=3)
 LEARNER_BEATS = st.fixed_dictionaries(
     {},
-    optional={name: VALUES for name in ("idle_share", "starved_share", "clip_fraction", "step_s")}
+    optional=dict.fromkeys(("idle_share", "starved_share", "clip_fraction", "step_s"), VALUES)
     | {"by_lag": BY_LAG | VALUES},
 )
 ACTOR_BEATS = st.dictionaries(
