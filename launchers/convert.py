@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
             is_hf = not (source / "weights").is_dir() and not (source / "checkpoints").is_dir()
             tokenizer = _TOKENIZER.value or (source if is_hf else None)
             save_params(model, params, output, dtype=_DTYPE.value, tokenizer_from=tokenizer)
-    except (ValueError, FileNotFoundError) as error:
+    except ValueError as error:
         exit_with(str(error))
 
 

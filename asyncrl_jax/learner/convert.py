@@ -63,6 +63,8 @@ def _of_checkpoint(config: Config, directory: Path, step: int) -> Params:
     newest = saved.latest()
     if newest is None:
         raise ValueError(f"{directory}: no checkpoint")
+    if step != NEWEST and step not in saved.steps():
+        raise ValueError(f"{directory}: no checkpoint {step}; there are {', '.join(map(str, saved.steps()))}")
     state, _ = saved.restore(newest if step == NEWEST else step, create_state(config, config.seed))
     saved.close()
     params: Params = state.params
