@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import redis
 from absl import flags as absl_flags
 
 from asyncrl_jax.config_file import read_config
@@ -15,6 +16,7 @@ from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.steering import Steering
+from asyncrl_jax.transport.wrong_types import explained
 
 _PATIENCE_S = 3.0  # somebody waits at a terminal
 _RUN_DIR = absl_flags.DEFINE_string("run_dir", "runs/latest", "Directory of the run, with its config.json.")
@@ -29,7 +31,10 @@ def main(argv: list[str]) -> int:
         client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), redis_password(config.redis))
         keys = Keys(config.redis.namespace)
         parts = Control(client, keys), Ledger(client, keys), Steering(client, keys)
-        print(console.run_command(argv[1:], config, *parts))
+        try:
+            print(console.run_command(argv[1:], config, *parts))
+        except redis.ResponseError as error:
+            exit_with(explained(error, client, keys))
     except RedisUnavailable as error:
         own = f"; a run that has ended is gone on with by asyncrl-local --resume={run_dir}"
         exit_with(f"{str(error).rstrip('.')}{own if (run_dir / 'redis').is_dir() else ''}")

@@ -1,6 +1,11 @@
 """asyncrl-orchestrator: issues tickets under the lag bound and requests evaluations. It needs no accelerator."""
 
+import redis
+
 from asyncrl_jax import flags
+from asyncrl_jax.transport.connection import connect
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.wrong_types import explained
 
 from . import role
 
@@ -10,7 +15,11 @@ def main() -> int:
     given = role.start()
     from asyncrl_jax.orchestrator.loop import run_orchestrator
 
-    return run_orchestrator(given.config, given.run_dir, given.password, given.stop)
+    try:
+        return run_orchestrator(given.config, given.run_dir, given.password, given.stop)
+    except redis.ResponseError as error:
+        client = connect(given.config.redis, given.password)
+        flags.exit_with(explained(error, client, Keys(given.config.redis.namespace)))
 
 
 def run() -> None:

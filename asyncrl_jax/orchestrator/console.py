@@ -12,6 +12,7 @@ review release|hold BUCKET …       let a bucket be drawn again | take it out
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import time
@@ -131,7 +132,10 @@ def _changes(command: str, rest: list[str], config: Config) -> tuple[dict[str, A
     if command == "set":
         if not rest:
             raise ValueError(f"'set' needs NAME=VALUE; {_known_settings()}")
-        return dict(_setting(word, config, once) for word in rest), " ".join(rest)
+        settings = [_setting(word, config, once) for word in rest]
+        if twice := [name for name, times in collections.Counter(name for name, _ in settings).items() if times > 1]:
+            raise ValueError(f"{' '.join(rest)!r}: {', '.join(twice)} is given twice")
+        return dict(settings), " ".join(rest)
     if command == "pause" and not rest:
         return {"paused": True}, "nothing is issued until `resume`"
     if command == "resume":
@@ -168,6 +172,8 @@ def _setting(word: str, config: Config, once: str) -> tuple[str, Any]:
         raise ValueError(f"{word!r}: {error}") from None
     if name == "N":
         _check_bound(value, config)
+    if name == "actors":
+        _check_size(value, config)
     return name, {"updates": value, "once": once} if name == "archive_reset" else value
 
 
@@ -200,6 +206,15 @@ def _check_bound(value: int, config: Config) -> None:
         )
 
 
+def _check_size(value: int, config: Config) -> None:
+    """Raises: ValueError: for more actors than classes have room for, or than one machine is to start."""
+    fleet, limit = config.orchestrator.fleet, config.orchestrator.autoscale.max_actors
+    if value > fleet.most_members:
+        raise ValueError(f"actors={value}: at most {fleet.most_members}, orchestrator.fleet.classes")
+    if fleet.kind == "local" and value > max(limit, config.actor.num_hosts):
+        raise ValueError(f"actors={value}: at most {limit}, orchestrator.autoscale.max_actors")
+
+
 def _check_bucket(bucket: str, config: Config) -> None:
     buckets = rounds.base_weights(config, {})
     if bucket not in buckets:
@@ -214,16 +229,13 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
     counts = ledger.counts()
     beat = next((b for (role, _), b in beats.items() if role == "learner"), {})
     standbys = sum(role == "standby" for role, _ in beats)
+    lags = [rounds.number(beat, f"lag_{name}") for name in ("mean", "p95", "max")]
     lines = [
-        ", ".join(filter(None, [f"run        {control.phase()}", rounds.halt(states.halted, operator)])),
+        ", ".join(filter(None, [f"run        {control.phase()}", rounds.halt(states.halted, operator, config)])),
         f"leader     {'beats' if ('orchestrator', '0') in beats else 'none'}, {standbys} standing by",
         _learner(learner, beat),
         f"lag        N = {directives.token_updates}{', fresh data only' if directives.fresh else ''}"
-        + (
-            f", mean {beat.get('lag_mean', 0):.2f}, p95 {beat.get('lag_p95', 0):.0f}, max {beat.get('lag_max', 0):.0f}"
-            if beat
-            else ""
-        ),
+        + (f", mean {lags[0]:.2f}, p95 {lags[1]:.0f}, max {lags[2]:.0f}" if beat else ""),
         _tickets(beats.get(("orchestrator", "0"), {})),
         _fleet(states),
         "ledger     " + ", ".join(f"{name} {count}" for name, count in counts.items() if count),
@@ -243,7 +255,10 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
         f"{one.decision.subject}, {one.decision.reason} {_figures(one.decision.numbers)}".rstrip()
         for one in steering.newest_decisions(_SHOWN_DECISIONS)
     ]
-    return "\n".join(lines)
+    return "\n".join(line.translate(_UNPRINTED) for line in lines)
+
+
+_UNPRINTED = dict.fromkeys((*range(32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")  # what steers a terminal
 
 
 def _learner(learner: LearnerState | None, beat: Mapping[str, Any]) -> str:
@@ -252,15 +267,17 @@ def _learner(learner: LearnerState | None, beat: Mapping[str, Any]) -> str:
     line = f"learner    update {learner.update} of line {learner.line}, {learner.phase}"
     if not beat:
         return f"{line}; no sign of life"
-    starved_s, pooled = beat.get("starved_s", 0), beat.get("queue_depth", 0)
-    return f"{line}; busy {beat.get('busy', 0):.0%}, starved for {starved_s:.0f} s, {pooled} groups pooled"
+    busy, starved_s, pooled = (rounds.number(beat, name) for name in ("busy", "starved_s", "queue_depth"))
+    return f"{line}; busy {busy:.0%}, starved for {starved_s:.0f} s, {pooled:.0f} groups pooled"
 
 
 def _tickets(beat: Mapping[str, Any]) -> str:
     if not beat:
         return "tickets    nobody issues any"
-    factor = f", {beat['factor']:g} times as usual" if beat.get("factor", 1.0) != 1.0 else ""
-    return f"tickets    {beat.get('outstanding', 0)} outstanding, {beat.get('target', 0)} uses aimed at{factor}"
+    outstanding, target = rounds.number(beat, "outstanding"), rounds.number(beat, "target")
+    factor = rounds.number(beat, "factor", 1.0)
+    scaled = f", {factor:g} times as usual" if factor != 1.0 else ""
+    return f"tickets    {outstanding:.0f} outstanding, {target:.0f} uses aimed at{scaled}"
 
 
 def _fleet(states: rounds.States) -> str:
@@ -287,7 +304,7 @@ def _classes(config: Config, states: rounds.States, beats: Mapping[str, Mapping[
 def _buckets(states: rounds.States, beat: Mapping[str, Any]) -> list[str]:
     """Share issued and share trained of each bucket: where they part, long or failing tasks are starved."""
     trained = beat.get("groups_by_bucket")
-    trained = trained if isinstance(trained, dict) else {}
+    trained = {name: rounds.number(trained, name) for name in trained} if isinstance(trained, dict) else {}
     issued = states.issued
     all_issued, all_trained = max(sum(issued.values()), 1), max(sum(trained.values()), 1)
     return [
@@ -308,8 +325,8 @@ def _held(config: Config, steering: Steering) -> str:
 def _actor(name: str, beat: Mapping[str, Any], directives: Any) -> str:
     order = directives.actors.get(name)
     orders = [word for word in ("pause", "probe", "drain") if order is not None and getattr(order, word)]
-    state = "drained" if beat.get("drained") else f"{beat.get('running', 0)} episodes"
-    state += f", accelerator busy {beat.get('accelerator_busy', 0):.0%}"
+    state = "drained" if beat.get("drained") else f"{rounds.number(beat, 'running'):.0f} episodes"
+    state += f", accelerator busy {rounds.number(beat, 'accelerator_busy'):.0%}"
     return f"actor      {name}: v{beat.get('version')}, {state}{', ordered: ' if orders else ''}{', '.join(orders)}"
 
 

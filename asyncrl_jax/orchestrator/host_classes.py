@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl_jax.config_fleet import FleetConfig
+from asyncrl_jax.orchestrator.round import finite
 
 
 @dataclasses.dataclass
@@ -28,9 +29,9 @@ def seen_by_class(beats: Mapping[str, Mapping[str, Any]], fleet: FleetConfig) ->
         if (name := fleet.class_of(actor)) in seen:
             found = seen[name]
             found.actors += 1
-            found.episodes += int(beat.get("running") or 0)
-            found.tokens_per_s += float(beat.get("tokens_per_s") or 0.0)
-            shares[name].append(float(beat.get("accelerator_busy") or 0.0))
+            found.episodes += int(finite(beat.get("running")))
+            found.tokens_per_s += finite(beat.get("tokens_per_s"))
+            shares[name].append(finite(beat.get("accelerator_busy")))
     for name, each in shares.items():
         seen[name].accelerator_busy = sum(each) / len(each)
     return seen

@@ -41,6 +41,7 @@ from asyncrl_jax.orchestrator.fleets.opening import check_installed, open_fleet
 from asyncrl_jax.orchestrator.host_classes import seen_by_class
 from asyncrl_jax.orchestrator.lease import Lease
 from asyncrl_jax.orchestrator.policies import admission, curriculum, regression, watermark
+from asyncrl_jax.orchestrator.recovery import first_round
 from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.control import Control
@@ -76,7 +77,8 @@ def run_orchestrator(config: Config, run_dir: Path, redis_password: str | None, 
     check_installed(settings)
     keeper: FleetKeeper | None = None
     if settings.kind != "local":
-        keeper = FleetKeeper(lambda: open_fleet(config, run_dir), settings.apply_every_s)
+        valid_s = config.orchestrator.lease_s + 2 * config.orchestrator.policy_interval_s
+        keeper = FleetKeeper(lambda: open_fleet(config, run_dir), settings.apply_every_s, valid_s)
     leading: tuple[Fence, Orchestrator] | None = None
     while not stop.is_set():
         fence = lease.keep()
@@ -222,15 +224,15 @@ class Orchestrator:
         if self._plan is not None and self._round_at is not None and started - self._round_at < interval_s:
             return
         self._round_at = started
-        states = self._states
+        states, decide = self._states, rounds.decide
         if not self._states_loaded:
             states = memory.load(rounds.initial_states(self._config), self._steering.states())
-            self._states_loaded = True
+            self._states_loaded, decide = True, first_round
         else:  # spent and issued since the last round
             states = dataclasses.replace(states, quotas=self._quotas, issued=dict(self._issued))
         observations, folded = self._steering.observations()
         scene = self._scene(learner, tuple(observations))
-        self._states, self._plan, decisions = rounds.decide(states, scene, self._config)
+        self._states, self._plan, decisions = decide(states, scene, self._config)
         self._steering.commit(memory.dump(self._states), self._plan.directives, decisions, folded)
         for decision in decisions:
             log.info("%s: %s %s, %s", decision.policy, decision.action, decision.subject, decision.reason)
@@ -323,8 +325,9 @@ class Orchestrator:
         for ticket_id, live in self._ledger.live().items():
             if live.state != "issued":
                 continue
-            if limit_s and now - live.ticket.issued_at > limit_s:
-                log.error("ticket %s is given up: no answer for %.0f s", ticket_id, now - live.ticket.issued_at)
+            waited_s = now - (live.handed_out_at or now)
+            if limit_s and waited_s > limit_s:
+                log.error("ticket %s is given up: no answer for %.0f s", ticket_id, waited_s)
                 self._ledger.settle(ticket_id, Outcome.FAILED, update=learner.update, reason="overdue")
             elif before is not None and live.ticket.line == before[0] and live.ticket.min_update < before[1]:
                 self._ledger.settle(ticket_id, Outcome.EXPIRED, update=learner.update, reason="archive_reset")
@@ -341,8 +344,8 @@ class Orchestrator:
                 update=learner.update,
                 outstanding_tickets=counts["pending"] - learner.unsettled_tickets,
                 outstanding_uses=counts["pending"] * settings.replay_ratio - learner.unsettled_uses,
-                step_s=rates.get("step_s", 0.0),
-                service_s=rates.get("service_s", 0.0),
+                step_s=rounds.number(rates, "step_s"),
+                service_s=rounds.number(rates, "service_s"),
                 factor=plan.factor,
                 fresh=plan.fresh,
                 most_tickets=self._probes_left,
@@ -353,6 +356,7 @@ class Orchestrator:
             replay_ratio=settings.replay_ratio,
             num_updates=settings.num_updates,
             pool_updates=self._config.pool.size_updates,
+            publish_every_updates=self._config.weights.publish_every_updates,
         )
         self._decision = decision
         if decision.num_tickets > 0 and self._drawable():

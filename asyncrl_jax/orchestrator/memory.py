@@ -54,7 +54,7 @@ def load(default: _T, found: Mapping[str, Any]) -> _T:
             continue
         try:
             values[name] = _restore(hint, found[name])
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             log.error("the state %s does not fit and starts anew: %s", name, error)
     return dataclasses.replace(typing.cast(Any, default), **values)
 

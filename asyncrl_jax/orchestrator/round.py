@@ -40,6 +40,19 @@ from asyncrl_jax.types import Decision, LearnerState
 
 
 @dataclasses.dataclass(frozen=True)
+class Clock:
+    """The time that policies see: as that of Redis, and it never goes back. One that was put back goes on from where
+    it stood, so that nothing waits for it to catch up."""
+
+    seen: float | None = None  # seconds, by the clock of Redis, at the last round
+    now: float = 0.0  # seconds
+
+    def at(self, seen: float) -> Clock:
+        """The clock at a round. Args: seen: by the clock of Redis."""
+        return Clock(seen, seen if self.seen is None else self.now + max(seen - self.seen, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
 class States:
     """What the next round needs of this one, by policy; each is one JSON in Redis."""
 
@@ -59,6 +72,7 @@ class States:
     )  # once-only settings of a human, that were heeded
     expire_before: tuple[int, int] | None = None  # as in Directives
     halted: str = ""  # why the run is paused until a human resumes it
+    clock: Clock = Clock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +117,15 @@ def initial_states(config: Config) -> States:
 def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, tuple[Decision, ...]]:
     """One round."""
     settings, operator = config.orchestrator, scene.operator
+    clock = states.clock.at(scene.now)
+    scene = dataclasses.replace(scene, now=clock.now)
     samples, tallies = fold(scene.observations)
     broken = breaker.decide(
         states.breaker,
         breaker.Observed(scene.now, tallies, _actors(scene.actor_beats), _chosen(operator, "breaker.")),
         settings.breaker,
     )
-    seen = _drift_observed(states, samples, operator)
+    seen = _drift_observed(states, samples, operator, config)
     drifted = drift.decide(states.drift, seen, settings.drift)
     agreed = agreement.decide(
         states.agreement,
@@ -128,7 +144,7 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
             scene.backlog_groups,
             config.learner.groups_per_update,
             tuned.token_updates - config.effective_lag.actor_updates + 1,
-            _number(scene.learner_beat, "idle_share"),
+            number(scene.learner_beat, "idle_share"),
         ),
         settings.watermark,
     )
@@ -162,17 +178,18 @@ def decide(states: States, scene: Scene, config: Config) -> tuple[States, Plan, 
         marks=_marks(operator),
         expire_before=expire_before,
         halted=halted,
+        clock=clock,
     )
     buckets = breaker.bucket_factors(broken.factors, list(taught.weights))
     probing = bool(buckets) and max(buckets.values()) <= breaker.PROBE_SHARE
-    temperature = _number(operator, "temperature", config.actor.temperature) * drifted.temperature
+    temperature = number(operator, "temperature", config.actor.temperature) * drifted.temperature
     plan = Plan(
         weights=taught.weights,
         token_updates=tuned.token_updates,
         fresh=tuned.fresh,
         factor=pressed.factor,
         temperature=temperature,
-        halt=halt(halted, operator),
+        halt=halt(halted, operator, config),
         draining=bool(operator.get("draining", False)),
         probe_groups=settings.breaker.probes if probing else None,
         quotas=after.quotas,
@@ -221,13 +238,13 @@ def base_weights(config: Config, operator: Mapping[str, Any]) -> dict[str, float
     weights = {
         curriculum.bucket_name(name, level): weight for level, weight in enumerate(config.environment.level_weights, 1)
     }
-    return {bucket: max(_number(operator, f"weight.{bucket}", weight), 0.0) for bucket, weight in weights.items()}
+    return {bucket: max(number(operator, f"weight.{bucket}", weight), 0.0) for bucket, weight in weights.items()}
 
 
 def _actors(beats: Mapping[str, Mapping[str, Any]]) -> dict[str, breaker.Actor]:
     return {
         actor: breaker.Actor(
-            _number(beat, "tokens_sampled"), not beat.get("paused_s") and _number(beat, "generating") > 0
+            number(beat, "tokens_sampled"), not beat.get("paused_s") and number(beat, "generating") > 0
         )
         for actor, beat in beats.items()
     }
@@ -241,7 +258,9 @@ def _chosen(operator: Mapping[str, Any], prefix: str) -> dict[str, str]:
     }
 
 
-def _drift_observed(states: States, samples: Mapping[str, drift.Sample], operator: Mapping[str, Any]) -> drift.Observed:
+def _drift_observed(
+    states: States, samples: Mapping[str, drift.Sample], operator: Mapping[str, Any], config: Config
+) -> drift.Observed:
     reviews = {name.removeprefix("review."): str(v) for name, v in operator.items() if name.startswith("review.")}
     released = {
         bucket
@@ -249,7 +268,8 @@ def _drift_observed(states: States, samples: Mapping[str, drift.Sample], operato
         if value.startswith("released") and states.marks.get(f"review.{bucket}") != value
     }
     held = {bucket for bucket, value in reviews.items() if value.startswith("held")}
-    return drift.Observed(samples, frozenset(released), frozenset(held))
+    drawn = frozenset(name for name, weight in base_weights(config, operator).items() if weight > 0)
+    return drift.Observed(samples, frozenset(released), frozenset(held), drawn)
 
 
 def _contrasts(samples: Mapping[str, drift.Sample]) -> dict[str, agreement.Contrasts]:
@@ -296,8 +316,8 @@ def _bound(states: States, scene: Scene, config: Config) -> lag.Decided:
         lag.Observed(
             update=scene.learner.update,
             by_lag=_by_lag(beat.get("by_lag")),
-            clip_fraction=_number(beat, "clip_fraction"),
-            idle_share=_number(beat, "idle_share"),
+            clip_fraction=number(beat, "clip_fraction"),
+            idle_share=number(beat, "idle_share"),
             pinned=pinned if isinstance(pinned, int) else None,
             fresh={"fresh": True, "normal": False}.get(str(mode)),
         ),
@@ -319,13 +339,13 @@ def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, to
             continue
         alive.add(place)
         if place >= state.target:
-            if actor.get("drained") and not _number(actor, "evaluating"):
+            if actor.get("drained") and not number(actor, "evaluating"):
                 drained.add(place)
         else:
             own = settings[name.rpartition("-")[0]]
-            share = _number(actor, "running") / max(own.slots, own.episodes)
+            share = number(actor, "running") / max(own.slots, own.episodes)
             if own.episodes > own.slots:  # then its engine may be full before it is
-                share = max(share, _number(actor, "generating") / own.slots)
+                share = max(share, number(actor, "generating") / own.slots)
             busy += own.slots * min(share, 1.0)
             there += own.slots
     by_lag = _by_lag(beat.get("by_lag"))
@@ -334,13 +354,13 @@ def _scaling(state: AutoscaleState, scene: Scene, config: Config, level: str, to
     pinned = scene.operator.get("actors")
     return autoscale.Observed(
         now=scene.now,
-        starved=min(max(_number(beat, "starved_share"), 0.0), 1.0),
+        starved=min(max(number(beat, "starved_share"), 0.0), 1.0),
         busy=busy / there if there else 0.0,
         stale=mean_lag / token_updates if token_updates else 0.0,
         level=level,
         alive=frozenset(alive),
         drained=frozenset(drained),
-        training=scene.learner.phase == "training" and _number(beat, "step_s") > 0,
+        training=scene.learner.phase == "training" and number(beat, "step_s") > 0,
         pinned=pinned if isinstance(pinned, int) else None,
         slots={name: own.slots for name, own in settings.items()},
     )
@@ -352,11 +372,11 @@ def _by_lag(found: Any) -> dict[int, lag.LagStatistics]:
     statistics = {}
     for name, values in found.items():
         if _UPDATES.fullmatch(str(name)) and isinstance(values, list) and len(values) == 3:
-            statistics[int(name)] = lag.LagStatistics(*map(_finite, values))
+            statistics[int(name)] = lag.LagStatistics(*map(finite, values))
     return statistics
 
 
-def halt(halted: str, operator: Mapping[str, Any]) -> str:
+def halt(halted: str, operator: Mapping[str, Any], config: Config) -> str:
     """Why nothing is issued, and how that ends, in words; empty: tickets are issued.
 
     Args:
@@ -367,7 +387,10 @@ def halt(halted: str, operator: Mapping[str, Any]) -> str:
         return f"paused by {halted} until `asyncrl resume`"
     if operator.get("draining"):
         return "draining"
-    return "paused by hand until `asyncrl resume`" if operator.get("paused") else ""
+    if operator.get("paused"):
+        return "paused by hand until `asyncrl resume`"
+    nothing = not any(base_weights(config, operator).values())
+    return "every bucket weighs 0 until `asyncrl set weight.<bucket>=auto`" if nothing else ""
 
 
 def _halted(
@@ -389,7 +412,7 @@ def _archive_reset(
     asked = scene.operator.get("archive_reset")
     entered = tuned.state.fresh and not states.lag.fresh
     if isinstance(asked, dict) and str(asked) != states.marks.get("archive_reset"):
-        before, why = update - int(_number(asked, "updates")), "by hand: the oldest end"
+        before, why = update - int(number(asked, "updates")), "by hand: the oldest end"
     elif entered:
         before, why = update - tuned.token_updates // 2, "the policy has run off: the oldest end"
     else:
@@ -426,7 +449,7 @@ def _directives(
     return Directives(
         token_updates=tuned.token_updates,
         fresh=tuned.fresh,
-        learning_rate_scale=max(_number(operator, "learning_rate_scale", 1.0), 0.0),
+        learning_rate_scale=max(number(operator, "learning_rate_scale", 1.0), 0.0),
         expire_before=states.expire_before,
         keep_update=keep,
         rollback=RollbackOrder(rollback.number, rollback.line, rollback.update) if rollback else None,
@@ -436,12 +459,12 @@ def _directives(
     )
 
 
-def _number(values: Mapping[str, Any], name: str, default: float = 0.0) -> float:
+def number(values: Mapping[str, Any], name: str, default: float = 0.0) -> float:
     """A finite number by name; the default for anything else."""
-    return _finite(values.get(name, default), default)
+    return finite(values.get(name, default), default)
 
 
-def _finite(value: Any, default: float = 0.0) -> float:
+def finite(value: Any, default: float = 0.0) -> float:
     """A finite number; the default for anything else."""
     good = type(value) in _NUMBERS and abs(value) <= sys.float_info.max
     return float(value) if good else default

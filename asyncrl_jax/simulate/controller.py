@@ -149,6 +149,7 @@ class Controller:
             replay_ratio=settings.replay_ratio,
             num_updates=settings.num_updates,
             pool_updates=self._config.pool.size_updates,
+            publish_every_updates=self._config.weights.publish_every_updates,
         )
         orders = []
         for _ in range(decision.num_tickets):

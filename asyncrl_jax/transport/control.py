@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _hints: Any = functools.cache(typing.get_type_hints)
 
+_MOST_TASKS = 2**53  # of an evaluation, at one level
 PHASES = ("running", "finishing", "finished", "stopping")
 
 # KEYS: key. ARGV: value.
@@ -251,9 +252,14 @@ class Control:
         results = []
         for value in self._redis.hvals(self._keys.evaluation_results):
             result = _record(EvaluationResult, value)
-            if result is not None:  # JSON made strings of the levels
+            if result is None:
+                continue
+            try:  # JSON made strings of the levels
                 tasks, successes = _by_level(result.num_tasks), _by_level(result.num_successes)
-                results.append(dataclasses.replace(result, num_tasks=tasks, num_successes=successes))
+            except (TypeError, ValueError, OverflowError) as error:
+                _log.error("the result of evaluation %.80r in Redis is none and is ignored: %s", value, error)
+                continue
+            results.append(dataclasses.replace(result, num_tasks=tasks, num_successes=successes))
         return sorted(results, key=lambda result: (result.update, result.evaluation_id))
 
     def pending_evaluations(self) -> list[EvaluationRequest]:
@@ -291,7 +297,11 @@ def _record(kind: type[_T], value: bytes | None) -> _T | None:
 
 
 def _by_level(counts: Any) -> dict[int, int]:
-    return {int(level): int(count) for level, count in counts.items()} if isinstance(counts, dict) else {}
+    """Raises: TypeError, ValueError, OverflowError: for what counts no tasks."""
+    by_level = {int(level): int(count) for level, count in counts.items()} if isinstance(counts, dict) else {}
+    if not all(0 <= count <= _MOST_TASKS for count in by_level.values()):
+        raise ValueError(f"counts of tasks from 0 to {_MOST_TASKS}, not {by_level!s:.80}")
+    return by_level
 
 
 def _identity(version: WeightVersion) -> str:

@@ -55,6 +55,12 @@ class LiveTicket:
     partition: int | None  # of the group stream, while queued
     group_entry: str | None  # in that stream, while queued
 
+    @property
+    def handed_out_at(self) -> float | None:
+        """When it was issued or given back last, in unix seconds by the clock of Redis; None once it is queued."""
+        found = re.match(r"[0-9]{1,15}(?=-)", self.task_entry or "")
+        return None if found is None else int(found[0]) / 1000
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LedgerEvent:
@@ -225,10 +231,10 @@ class Ledger:
             except InvalidGroup as error:  # written by nobody of this package: nothing can be done with it but say so
                 _log.warning("the ledger holds what is no ticket as %r: %s", name, error)
                 continue
-            live[name.decode()] = LiveTicket(
+            live[name.decode(errors="replace")] = LiveTicket(
                 ticket=ticket,
                 state="queued" if place else "issued",
-                task_entry=tasks[name].decode() if name in tasks else None,
+                task_entry=tasks[name].decode(errors="replace") if name in tasks else None,
                 partition=int(place[1]) if place else None,
                 group_entry=place[2].decode() if place else None,
             )

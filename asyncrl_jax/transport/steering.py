@@ -166,7 +166,7 @@ class Steering:
             return Directives()
         try:
             return _directives(found)
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
             _log.error("the directives in Redis are no directives and are ignored: %s", error)
             return Directives()
 
@@ -246,7 +246,7 @@ def parse(value: bytes | None, what: str) -> Any:
         return None
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested thousands deep
         _log.error("%s in Redis is not JSON and is ignored: %r", what, value[:80])
         return None
 
@@ -256,8 +256,10 @@ def _logged(entries: Any) -> list[LoggedDecision]:
     for entry_id, fields in entries:
         found = parse(fields.get(b"decision"), "a decision")
         try:
-            logged.append(LoggedDecision(entry_id.decode(), Decision(**found)))
-        except TypeError:
+            decision = Decision(**found)
+            numbers = {str(name): float(value) for name, value in decision.numbers.items()}
+            logged.append(LoggedDecision(entry_id.decode(), dataclasses.replace(decision, numbers=numbers)))
+        except (TypeError, ValueError, AttributeError, OverflowError):
             _log.error("decision %r in Redis is none and is left out", entry_id)
     return logged
 

@@ -91,3 +91,19 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
     with pytest.raises(ValueError, match=r"fleet\.kind=ray: needs pip install 'asyncrl-jax\[ray\]'"):
         check_installed(config.orchestrator.fleet)
     check_installed(Config().orchestrator.fleet)
+
+
+def test_what_nobody_asks_for_any_more_is_not_applied(fleet):
+    """A leader that waits for Redis has a thread that does not: another may lead, and ask for something else."""
+    now = [0.0]
+    keeper = FleetKeeper(fleet, every_s=0.01, valid_s=4.0, clock=lambda: now[0])
+    keeper.ask({"actor": 8})
+    until(lambda: len(fleet.resized) > 2, "it is applied again and again")
+    now[0] = 5.0
+    time.sleep(0.05)
+    applied = len(fleet.resized)
+    time.sleep(0.05)
+    assert len(fleet.resized) == applied
+    keeper.ask({"actor": 8})
+    until(lambda: len(fleet.resized) > applied, "it is applied again")
+    keeper.close()

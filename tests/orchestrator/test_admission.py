@@ -112,3 +112,15 @@ def test_orch_03_lag_is_bounded_and_the_run_never_deadlocks(mode, bounds, groups
     assert max(lags) <= lag.token_updates
     if mode == "sync":
         assert set(lags) == {0}
+
+
+def test_fresh_data_of_a_run_that_publishes_seldom_is_asked_of_weights_that_there_are():
+    """Weights of the updates in between are never published: a ticket that asked for them would wait for ever."""
+    for update in range(7):
+        decision = decide(Observed(update, 0, 0, 1.0, 1.0, fresh=True), publish_every_updates=3)
+        assert (decision.min_update, decision.deadline) == (update - update % 3, update - update % 3 + 2)
+        assert decision.target_uses == 16 * (3 - update % 3)
+
+
+def test_more_settled_than_is_pending_asks_for_no_more_than_the_bound():
+    assert decide(Observed(10, -(10**9), -(10**9), 0.4, 60.0)).num_tickets == (4 - 2 + 1) * 16

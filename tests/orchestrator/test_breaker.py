@@ -214,3 +214,15 @@ def test_what_is_known_of_an_actor_that_is_gone_is_forgotten(watched):
     watched.see(3601.0, actors=alive)
     watched.see(61.0, actors=alive)
     assert watched.state.breakers == {}
+
+
+def test_what_a_human_closed_stays_closed_though_it_stands_still():
+    config, state, lines = BreakerConfig(stall_s=10, max_replacements=1), breaker.State(), []
+    for now in range(100):
+        actors = {"x": breaker.Actor(5.0, True), "y": breaker.Actor(float(now), True)}
+        observed = breaker.Observed(float(now), actors=actors, forced={"actor:x": "closed"})
+        decided = breaker.decide(state, observed, config)
+        state = decided.state
+        lines += decided.log
+        assert state.phase("actor:x") == "closed"
+    assert [line.action for line in lines] == ["replace"]

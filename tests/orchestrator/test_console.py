@@ -8,9 +8,11 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
+import redis
 from asyncrl_jax.launchers import operate
 
 from asyncrl_jax.config import Config, LearnerConfig, RedisConfig, override
@@ -21,9 +23,12 @@ from asyncrl_jax.orchestrator import console, memory
 from asyncrl_jax.orchestrator import round as rounds
 from asyncrl_jax.orchestrator.console import run_command
 from asyncrl_jax.orchestrator.loop import Orchestrator
+from asyncrl_jax.transport import wrong_types
 from asyncrl_jax.transport.fencing import Deposed, Fence, Leadership
 from asyncrl_jax.transport.groups import GroupWriter
+from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.tasks import TaskStream
+from asyncrl_jax.transport.wrong_types import explained
 from asyncrl_jax.types import LearnerState, Outcome, WeightVersion
 
 
@@ -128,6 +133,10 @@ def test_metrics_have_a_row_of_each_class_where_there_are_several(asyncrl, tmp_p
         ("set weight.chess/1=1", "there are arithmetic/1"),
         ("set breaker.environment:arithmetic=ajar", "one of open, closed"),
         ("review release chess/1", "no bucket"),
+        ("set N=\u0663", "number of updates"),
+        ("set N=5 N=6", "N is given twice"),
+        ("set actors=1000", "at most 8, orchestrator.autoscale.max_actors"),
+        ("set archive_reset=" + "9" * 400, "number of updates"),
         ("explode", "There are:"),
         ("set", "'set' needs NAME=VALUE; settings are N="),
         ("set temperature=hot", "'temperature=hot': a number, between 0.01 and 10"),
@@ -197,14 +206,14 @@ def test_a_drained_run_that_is_started_again_issues_tickets(asyncrl):
 def test_a_drained_run_stops_with_groups_that_are_too_few_for_an_update(asyncrl):
     """They wait in the learner's pool, and are there when the run is resumed."""
     asyncrl.tick()
-    space, redis = asyncrl.space, RedisConfig(url="redis://unused", partitions=1)
-    tasks = TaskStream(space.client, space.keys, "a", redis)
+    space, address = asyncrl.space, RedisConfig(url="redis://unused", partitions=1)
+    tasks = TaskStream(space.client, space.keys, "a", address)
     (delivery,) = tasks.claim(1, 0)
     others = [name for name in space.ledger.live() if name != delivery.ticket.ticket_id]
     space.ledger.settle_many(others, outcome=Outcome.FAILED)
     asyncrl("drain")
     assert not asyncrl.tick(), "an actor has a ticket left"
-    GroupWriter(space.client, space.keys, redis, limits=None).submit_encoded(delivery, b"group")
+    GroupWriter(space.client, space.keys, address, limits=None).submit_encoded(delivery, b"group")
     assert asyncrl.tick()
     assert space.control.phase() == "stopping"
 
@@ -277,9 +286,58 @@ def test_garbage_in_the_steering_keys_ends_nothing(asyncrl):
     client.hset(keys.versions, "7", "{}")
     client.hset(keys.evaluation_results, "e", '{"evaluation_id": 3}')
     client.hset(keys.lines, "1", "null")
+    client.hset(keys.operator, "actors", "[" * 100_000)
+    client.hset(keys.evaluation_results, "f", _RESULT.replace("COUNTS", '{"a": 1}'))
+    client.hset(keys.evaluation_results, "g", _RESULT.replace("COUNTS", '{"1": 1%s}' % ("0" * 400)))
+    asyncrl.space.control.beat("learner", "0", {"step_s": "x", "lag_mean": [], "groups_by_bucket": {"a": "x"}}, 60)
+    asyncrl.space.control.beat("actor", "actor-0", {"running": "x", "accelerator_busy": None}, 60)
+    asyncrl.space.control.beat("actor", "\x1b[2Jz", {}, 60)
+    client.xadd(
+        keys.decisions, {"decision": '{"policy": "a", "action": "b", "subject": "c", "reason": "", "numbers": 3}'}
+    )
     asyncrl.tick()
     assert asyncrl.tickets()
     assert "update 5" in asyncrl("status")
+    assert "\x1b" not in asyncrl("status")
+
+
+_RESULT = (
+    '{"evaluation_id": "f", "version": 0, "update": 0, "num_tasks": COUNTS, "num_successes": {}, "mean_reward": 0.5, '
+    '"finished_at": 1.0}'
+)
+
+
+def test_a_run_of_which_no_bucket_weighs_anything_says_so_and_goes_on_when_one_does(asyncrl):
+    asyncrl("set weight.arithmetic/1=0 weight.arithmetic/2=0 weight.arithmetic/3=0")
+    asyncrl.tick()
+    assert asyncrl.tickets() == []
+    assert "every bucket weighs 0 until `asyncrl set weight.<bucket>=auto`" in asyncrl("status")
+    asyncrl("set weight.arithmetic/2=auto")
+    asyncrl.tick()
+    assert {ticket.task.level for ticket in asyncrl.tickets()} == {2}
+
+
+def test_a_ticket_is_overdue_by_the_clock_of_redis_alone(asyncrl, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 10_000)  # that of this host is slow
+    asyncrl.tick()
+    asyncrl.tick()
+    assert asyncrl.space.ledger.counts()["failed"] == 0
+
+
+def test_a_key_of_the_wrong_type_is_named(asyncrl):
+    space = asyncrl.space
+    space.client.hset(space.keys.phase, "a", "b")
+    with pytest.raises(redis.ResponseError) as error:
+        asyncrl.tick()
+    told = explained(error.value, space.client, space.keys)
+    assert f"{space.keys.phase} is a hash, not a string" in told
+    assert "redis-cli DEL" in told
+
+
+def test_the_type_of_every_key_is_known():
+    names = {name for name, value in vars(Keys).items() if isinstance(value, property)} - {"group_prefix"}
+    assert sorted(names) == sorted(name for names in wrong_types._TYPES.values() for name in names)
 
 
 def test_the_installed_command(asyncrl, server, tmp_path):

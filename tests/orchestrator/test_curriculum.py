@@ -79,3 +79,9 @@ def test_levels_are_drawn_by_weight():
     assert levels[2] == 0
     assert levels[1] / 4000 == pytest.approx(0.25, abs=0.03)
     assert draw_task(weights, 0, 17) == draw_task(weights, 0, 17)
+
+
+def test_where_every_bucket_weighs_nothing_nothing_is_drawn():
+    for config in (CurriculumConfig(), CurriculumConfig(adaptive=True)):
+        decided = curriculum.decide(State(), Observed(base={"a/1": 0.0, "a/2": 0.0}, explore=4.0), config)
+        assert decided.weights == {"a/1": 0.0, "a/2": 0.0}

@@ -117,3 +117,13 @@ def test_a_solved_bucket_has_not_collapsed():
 def test_a_human_may_hold_a_bucket():
     decided = drift.decide(State(), Observed(held=frozenset({"sums/2"})), HOLD)
     assert decided.factors == {"sums/2": 0.0}
+
+
+def test_the_collapse_of_a_bucket_that_is_not_drawn_is_not_answered():
+    """It gets no more groups, so nothing could ever end the answer."""
+    flat = drift.Sample(groups=32, episodes=64, tokens=640, surprisal=0.1)
+    collapsed = drift.decide(drift.State(), drift.Observed({"a/1": flat}), DriftConfig())
+    assert collapsed.temperature > 1
+    for observed in (drift.Observed(drawn=frozenset({"a/2"})), drift.Observed(held=frozenset({"a/1"}))):
+        decided = drift.decide(collapsed.state, observed, DriftConfig())
+        assert (decided.temperature, decided.explore) == (1.0, 1.0)

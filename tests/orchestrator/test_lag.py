@@ -89,3 +89,24 @@ def test_a_policy_that_has_run_off_gets_fresh_data_only_until_it_is_back():
     assert back.log[0].action == "resume"
     by_hand = lag.decide(state, Observed(5, by_lag(4, 0.0), 0, 0, fresh=True), CONFIG, initial=4, least=2)
     assert by_hand.fresh
+
+
+def test_n_by_hand_leaves_the_mode_for_fresh_data_to_the_rule():
+    def look(state, update, kl, config=CONFIG, pinned=4):
+        observed = Observed(update, {1: LagStatistics(100.0, 0.9, kl)}, 0.0, 0.0, pinned=pinned)
+        return lag.decide(state, observed, config, initial=4, least=2)
+
+    entered = look(State(4, 0), 5, 0.3)
+    assert entered.fresh
+    assert [entry.action for entry in entered.log] == ["wait_for_fresh"]
+    left = look(entered.state, 10, 0.0)
+    assert not left.fresh
+    assert left.token_updates == 4
+    off = TuningConfig(enabled=False)
+    assert not look(entered.state, 10, 0.0, off, None).fresh, "no rule would ever end it"
+
+
+def test_n_is_within_limits_that_were_set_anew():
+    config = TuningConfig(enabled=True, max_token_updates=5)
+    observed = Observed(100, by_lag(4, 0.05), 0.0, 0.0)
+    assert lag.decide(State(8, 100), observed, config, initial=4, least=2).token_updates == 5

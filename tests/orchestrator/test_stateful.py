@@ -41,6 +41,7 @@ class Held:
     min_update: int
     deadline: int
     line: int
+    bound: int  # N in force at its issue, whatever the policy wrote on it
     version: int | None = None  # update count of the weights that sampled it, the oldest allowed unless fresher
     uses: int = 0
 
@@ -82,9 +83,12 @@ class Admission(RuleBasedStateMachine):
             replay_ratio=self.replay,
             num_updates=10**6,
         )
+        bound = 0 if self.fresh else self.lag.token_updates
+        assert self.update - (0 if self.fresh else self.lag.actor_updates) <= decision.min_update or not self.update
+        assert decision.num_tickets >= GROUPS - outstanding, "the learner could wait for ever"
         for _ in range(decision.num_tickets):
             self.issued += 1
-            self.running[self.issued] = Held(decision.min_update, decision.deadline, self.line)
+            self.running[self.issued] = Held(decision.min_update, decision.deadline, self.line, bound)
         assert len(self.running) + len(self.pooled) <= max((4 * GROUPS) + GROUPS, outstanding)
 
     @rule(wider=st.integers(0, 4), fresh=st.sampled_from((False, False, False, True)))
@@ -121,7 +125,7 @@ class Admission(RuleBasedStateMachine):
             return
         for ticket in sorted(self.pooled, key=lambda t: (self.pooled[t].deadline, t))[:GROUPS]:
             held = self.pooled[ticket]
-            assert 0 <= self.update - held.version <= held.deadline - held.min_update, "an over-lag token"
+            assert 0 <= self.update - held.version <= held.bound, "an over-lag token"
             held.uses += 1
             self.uses[self.line, ticket] += 1
             Admission.trained += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from asyncrl_jax.orchestrator.fleets.base import Fleet, FleetUnavailable
@@ -17,14 +19,24 @@ class FleetKeeper:
     """Invariants:
 
     * What was asked for last is applied at once, and again every `every_s`: what a cluster lost comes back.
-    * Nothing is applied before something was asked for, nor after `rest`: a standby leaves the fleet alone.
+    * Nothing is applied before something was asked for, nor after `rest`, nor once nobody has asked for `valid_s`: a
+      standby leaves the fleet alone, and so does a leader that waits for Redis while another may lead.
     * A cluster that cannot be reached is named once and asked again; it never ends the orchestrator.
     """
 
-    def __init__(self, connect: Callable[[], Fleet], every_s: float):
+    def __init__(
+        self,
+        connect: Callable[[], Fleet],
+        every_s: float,
+        valid_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """Args: connect: opens the fleet, when it is needed first and after a failure."""
         self._connect = connect
         self._every_s = every_s
+        self._valid_s = valid_s
+        self._clock = clock
+        self._asked_at = clock()
         self._members: dict[str, int] | None = None
         self._asked = threading.Event()
         self._stopping = False
@@ -34,6 +46,7 @@ class FleetKeeper:
 
     def ask(self, members: Mapping[str, int]) -> None:
         """The fleet is to have so many members of each class."""
+        self._asked_at = self._clock()
         if members != self._members:
             self._members = dict(members)
             self._asked.set()
@@ -57,7 +70,7 @@ class FleetKeeper:
             self._asked.wait(self._every_s)
             self._asked.clear()
             stopping, members = self._stopping, self._members
-            if members is not None:
+            if members is not None and self._clock() - self._asked_at <= self._valid_s:
                 fleet = self._apply(fleet, members)
         if fleet is not None:
             fleet.close()

@@ -12,7 +12,8 @@ mean lag N for ever.
 * semi_async: S updates' worth are released when the previous S are done; `min_update` and deadline are those of the
   period, so N = S - 1.
 * sync: semi_async with S = 1, so every token has lag 0.
-* "wait for fresh", whatever the mode: as sync, once what was issued before is used up.
+* "wait for fresh", whatever the mode: as sync, once what was issued before is used up. Where only every P-th update is
+  published, as semi_async with S = P: weights of the updates in between never reach an actor.
 * A deadline is the ticket's own. When N changes, tickets issued before keep theirs, so no token's lag exceeds the
   larger of the old and the new N.
 * Whatever has ended without being trained (failed, filtered, expired, undone) is no longer outstanding, so its place
@@ -33,6 +34,8 @@ import dataclasses
 import math
 
 from asyncrl_jax.config import LagConfig
+
+_MOST_GROUPS = 1e9  # in service: beyond any bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ def decide(
     replay_ratio: int,
     num_updates: int,
     pool_updates: int = 0,
+    publish_every_updates: int = 1,
 ) -> Admission:
     """Tickets to issue now.
 
@@ -79,10 +83,11 @@ def decide(
       replay_ratio: most updates that may train on one group.
       num_updates: length of the run; nothing is issued that no update could use.
       pool_updates: updates' worth of uses that the learner's pool is to hold, within the bound; 0: just in time.
+      publish_every_updates: P, updates from one version to the next.
     """
     update = observed.update
     if observed.fresh:
-        mode, lag = "sync", dataclasses.replace(lag, actor_updates=0, token_updates=0, semi_async_batches=1)
+        mode, lag = "semi_async", dataclasses.replace(lag, actor_updates=0, semi_async_batches=publish_every_updates)
     remaining = max(num_updates - update, 0) * groups_per_update
     if mode == "async":
         min_update = max(update - lag.actor_updates, 0)
@@ -96,9 +101,9 @@ def decide(
         min_update, deadline = start, start + period - 1
         target = (deadline + 1 - update) * groups_per_update
     target = min(target, remaining)
-    tickets = max(target - observed.outstanding_uses, 0) // replay_ratio
+    tickets = max(target - max(observed.outstanding_uses, 0), 0) // replay_ratio
     if remaining:  # an update takes distinct groups, however many uses each has left
-        tickets = max(tickets, groups_per_update - observed.outstanding_tickets)
+        tickets = max(tickets, groups_per_update - max(observed.outstanding_tickets, 0))
     if observed.most_tickets is not None:
         tickets = min(tickets, observed.most_tickets)
     return Admission(tickets, min_update, deadline, target)
@@ -108,4 +113,4 @@ def _groups_in_service(observed: Observed, groups_per_update: int) -> int:
     """Groups the learner consumes while one is sampled; one update's worth until rates are known."""
     if observed.step_s <= 0 or observed.service_s <= 0:
         return groups_per_update
-    return math.ceil(groups_per_update * observed.service_s / observed.step_s)
+    return math.ceil(min(groups_per_update * observed.service_s / observed.step_s, _MOST_GROUPS))

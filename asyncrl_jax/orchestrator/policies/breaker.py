@@ -391,16 +391,19 @@ def _stalled(
         recent = tuple(at for at in breaker.replaced_at if now - at < _HOUR_S)
         still_s = now - still_since[actor]
         numbers = {"still_s": still_s, "replaced_before": float(len(recent)), "in_service": float(in_service)}
-        was_in_service = breaker.phase != "open"
+        was_in_service, kept = breaker.phase != "open", observed.forced.get(target) == "closed"
         if len(recent) >= config.max_replacements:
-            if was_in_service and in_service > config.min_healthy_actors:
+            if was_in_service and not kept and in_service > config.min_healthy_actors:
                 targets.breakers[target] = _out(breaker, recent, now, config)
                 in_service -= 1
                 why = "still again after every replacement: left out"
                 log.append(Decision("breaker", "open", target, why, numbers))
             continue
-        targets.breakers[target] = _out(breaker, (*recent, now), now, config)
-        in_service -= was_in_service
+        if kept:  # in service, whatever it does: a human says so
+            targets.breakers[target] = breaker._replace(replaced_at=(*recent, now))
+        else:
+            targets.breakers[target] = _out(breaker, (*recent, now), now, config)
+            in_service -= was_in_service
         del still_since[actor]  # the next one is judged afresh
         replace.append(actor)
         log.append(

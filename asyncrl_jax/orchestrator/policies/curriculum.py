@@ -146,6 +146,8 @@ def _shares(
     """Floors and exploration, then breakers and drift."""
     total = sum(raw.values())
     usable = [name for name, weight in observed.base.items() if weight > 0]
+    if not usable:
+        return dict.fromkeys(raw, 0.0)
     shares = {
         name: weight / total if total > 0 else float(name in usable) / len(usable) for name, weight in raw.items()
     }

@@ -118,6 +118,7 @@ class Observed:
     samples: Mapping[str, Sample] = dataclasses.field(default_factory=dict)  # by bucket
     released: frozenset[str] = frozenset()  # buckets that a human has released
     held: frozenset[str] = frozenset()  # buckets that a human holds
+    drawn: frozenset[str] | None = None  # buckets with a weight: no other's collapse can be answered; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +153,8 @@ def decide(state: State, observed: Observed, config: DriftConfig) -> Decided:
             log += entries
         buckets[name] = bucket
     factors = {name: factor for name, b in buckets.items() if (factor := _factor(b, config)) < 1}
-    collapsed = any(bucket.collapsed for bucket in buckets.values())
+    drawn = buckets.keys() if observed.drawn is None else observed.drawn
+    collapsed = any(bucket.collapsed and not bucket.held and name in drawn for name, bucket in buckets.items())
     temperature, explore = (config.explore_temperature, _EXPLORE_SHARE) if collapsed else (1.0, 1.0)
     return Decided(State(buckets), factors, temperature, explore, tuple(log))
 

@@ -9,6 +9,7 @@ effective sample size, (Σr)² ÷ (n Σr²) of the ratios r to the sampling poli
   as many each time, so around the edge N does not swing for ever: it changes O(log windows) times.
 * KL above `runoff_kl` at any lag: the policy has run off. Only fresh data is admitted until it is below `kl_high`
   again.
+An N set by hand leaves the last of these in force.
 A ticket keeps the deadline that it was issued with, so when N changes no token exceeds the larger of both.
 
 Source: effective sample size of importance sampling, Kish 1965, and Metelli et al. 2018 (arXiv 1809.06098) for its
@@ -78,19 +79,24 @@ def decide(state: State, observed: Observed, config: TuningConfig, *, initial: i
       initial: N of the run's settings, in force while nothing moves it.
       least: smallest N that pool and replay allow; by hand too.
     """
-    before = state.token_updates
-    log: tuple[Decision, ...] = ()
+    before, log = state.token_updates, list[Decision]()
+    if config.enabled:
+        lowest = max(least, config.min_token_updates)
+        within = min(max(before, lowest), max(config.max_token_updates, lowest))  # the limits may have been set anew
+        judged, entries = _judge(dataclasses.replace(state, token_updates=within), observed, config, lowest)
+        if observed.pinned is None:
+            return _decided(judged, observed, entries)
+        log += [entry for entry in entries if entry.subject != "N"]
+        state = judged
+    else:
+        state = dataclasses.replace(state, fresh=False)  # no rule would ever end it
+    value = initial
     if observed.pinned is not None:
         value = min(max(observed.pinned, least), max(config.max_token_updates, initial))
-        state = dataclasses.replace(state, token_updates=value, starved_windows=0)
-    elif not config.enabled:
-        state = dataclasses.replace(state, token_updates=initial, starved_windows=0)
-    else:
-        state, log = _judge(state, observed, config, max(least, config.min_token_updates))
-        return _decided(state, observed, log)
-    if state.token_updates != before:
-        log = (_entry("set", before, state.token_updates, observed, {}, "by hand"),)
-    return _decided(state, observed, log)
+    state = dataclasses.replace(state, token_updates=value, starved_windows=0)
+    if value != before:
+        log.append(_entry("set", before, value, observed, {}, "by hand"))
+    return _decided(state, observed, tuple(log))
 
 
 def _decided(state: State, observed: Observed, log: tuple[Decision, ...]) -> Decided:

@@ -1,0 +1,34 @@
+"""Keys of a run that hold another Redis type than `keys.py` says: what no role can work with, and a human can mend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+
+from asyncrl_jax.transport.keys import Keys
+
+_TYPES = {
+    "hash": (
+        *("tickets", "task_entries", "group_entries", "counts", "versions", "lines", "heartbeats", "state", "leader"),
+        *("evaluation_requests", "evaluation_holders", "evaluation_results", "operator"),
+    ),
+    "stream": ("ledger", "tasks", "dead", "decisions", "observations"),
+    "set": ("rolled_back", "reserved", "cuts"),
+    "zset": ("leases", "heartbeat_expiry", "redo", "evaluation_queue", "evaluation_expiry"),
+    "string": ("ticket_count", "dead_size", "epoch", "learner", "latest", "phase", "directives"),
+}
+
+
+def explained(error: redis.ResponseError, client: redis.Redis, keys: Keys) -> str:
+    """The error in one line, with every key that is of the wrong type and the way out."""
+    expected = {getattr(keys, name): kind for kind, names in _TYPES.items() for name in names}
+    pipe: Any = client.pipeline(transaction=False)
+    for name in expected:
+        pipe.type(name)
+    found = dict(zip(expected, (kind.decode() for kind in pipe.execute()), strict=True))
+    odd = [(name, kind) for name, kind in expected.items() if found[name] not in (kind, "none")]
+    wrong = [f"{name} is a {found[name]}, not a {kind}" for name, kind in odd]
+    if not wrong:
+        return f"Redis refused a command of this run: {error}"
+    return f"{'; '.join(wrong)}: something else wrote there. Delete it (redis-cli DEL …) and start again ({error})"
