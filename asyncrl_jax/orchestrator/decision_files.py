@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from asyncrl_jax.transport.steering import Steering
+from asyncrl_jax.transport.steering import LoggedDecision, Steering
 
 _PER_FILE = 1000
 _SLACK = 200  # above what is kept, before a file is written
@@ -22,18 +22,24 @@ def archive_decisions(run_dir: Path, steering: Steering, keep: int) -> int:
     """
     moved = 0
     while (excess := steering.num_decisions() - keep) > (_SLACK if keep else 0):
-        logged = steering.decisions(count=min(excess, _PER_FILE))
-        if not logged:
+        entry_ids = steering.decision_ids(min(excess, _PER_FILE))
+        if not entry_ids:
             return moved
-        directory = run_dir / "decisions"
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{logged[0].entry_id}.jsonl"
-        draft = path.with_suffix(".tmp")
-        rows = [{"id": one.entry_id, "at": one.at, **dataclasses.asdict(one.decision)} for one in logged]
-        draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(draft, path)
-        moved += steering.discard_decisions([one.entry_id for one in logged])
+        if logged := steering.decisions(count=len(entry_ids)):
+            _write(run_dir, logged)
+        moved += steering.discard_decisions(entry_ids)
     return moved
+
+
+def _write(run_dir: Path, logged: list[LoggedDecision]) -> None:
+    """A file of these decisions, whole or not at all."""
+    directory = run_dir / "decisions"
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{logged[0].entry_id}.jsonl"
+    draft = path.with_suffix(".tmp")
+    rows = [{"id": one.entry_id, "at": one.at, **dataclasses.asdict(one.decision)} for one in logged]
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(draft, path)
 
 
 def read_decisions(run_dir: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class Flight:
     issued_at: float
     failing: int | None = None  # the member that fails every attempt
     faults: int = 0  # attempts that the environment fails
-    state: str = "queued"  # queued, running, pooled, training, ended
+    state: str = "queued"  # queued, running, sent (partial, on its way), pooled, training, ended
     stamp: int = 0  # of the newest claim or cut: an event of an older one is void
     deliveries: int = 0
     actor: int = -1

@@ -3,6 +3,7 @@
     event      happens when                                what follows
     ready      an actor has a free slot again              claims
     arrive     a group's last token has reached the pool   an update, if the pool holds one
+    receive    a partial group has reached the pool        the same
     waited     an update has waited for stragglers         that update
     updated    an update ends                              publish, expiry, admission, the next update
     round      every `policy_interval_s`                   all policies, admission
@@ -247,6 +248,14 @@ class Simulation:
             self._drop(flight, "failed")
             return
         self._leave(flight)
+        self._receive(flight)
+
+    def _on_receive(self, flight: Flight) -> None:
+        if flight.state == "sent":
+            self._receive(flight)
+
+    def _receive(self, flight: Flight) -> None:
+        """The learner has read a group, whole or not."""
         del self._live[flight.deadline][flight.number]
         self.rates.served(self.now - min(flight.starts))
         seconds = sum(flight.ends) - sum(flight.starts)
@@ -360,11 +369,8 @@ class Simulation:
         self.spent.partial_groups += 1
         for name in ("starts", "ends", "tokens"):
             setattr(flight, name, [getattr(flight, name)[member] for member in whole])
-        del self._live[flight.deadline][flight.number]
-        if self.trainer.add(flight, self.update):
-            self._try_update()
-        else:
-            self._expire(flight)
+        flight.state = "sent"
+        self._at(self.now + self._inputs.handover_s, "receive", flight)
 
     def _on_updated(self, what: tuple[float, float, float]) -> None:
         began, wait_s, starved_s = what
@@ -416,6 +422,8 @@ class Simulation:
         if flight.state == "running":
             self.spent.wasted_tokens += flight.sampled(self.now)
             self._leave(flight)
+        elif flight.state == "sent":
+            self.spent.wasted_tokens += sum(flight.tokens)
         del self._live[flight.deadline][flight.number]
         self._end(flight, outcome)
         self._try_update()

@@ -72,8 +72,14 @@ class Control:
         return epoch, fresh
 
     def epoch(self) -> int | None:
-        """The epoch, or None if Redis is new or was reset."""
+        """The epoch, or None if Redis is new or was reset.
+
+        Raises:
+          ResponseError: if something else stands there.
+        """
         value = self._redis.get(self._keys.epoch)
+        if value is not None and not (value.isdigit() and len(value) <= 15):
+            raise redis.ResponseError(f"{self._keys.epoch} is no number")
         return None if value is None else int(value)
 
     def forget_everything(self) -> int:

@@ -39,13 +39,16 @@ _ACQUIRE = (
     _NOW
     + """
 local lease = redis.call('HMGET', KEYS[1], 'holder', 'expiry', 'seconds', 'token')
-local holder, expiry, seconds = lease[1], tonumber(lease[2] or '0'), tonumber(lease[3] or '0')
+local function number(text) return tonumber(text or '0') or 0 end -- 0 for what is none
+local holder, expiry, seconds = lease[1], number(lease[2]), number(lease[3])
 -- Longer than it was given for: the clock has jumped back.
 local runs = holder and expiry > now and expiry - now <= 2 * seconds
 local token = lease[4]
 if holder ~= ARGV[1] then
   if runs then return nil end
-  token = redis.call('HINCRBY', KEYS[1], 'count', 1) .. ' ' .. ARGV[1]
+  local count = string.format('%.0f', number(redis.call('HGET', KEYS[1], 'count')) + 1)
+  redis.call('HSET', KEYS[1], 'count', count)
+  token = count .. ' ' .. ARGV[1]
 end
 redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'token', token, 'seconds', ARGV[2],
   'expiry', string.format('%.6f', now + tonumber(ARGV[2])))

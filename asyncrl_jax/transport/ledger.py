@@ -22,6 +22,7 @@ from asyncrl_jax.types import Outcome, Ticket
 
 _log = logging.getLogger(__name__)
 ROLLED_BACK = "rolled_back"  # reason of the one outcome that may follow another: a rollback undid the training
+_COUNT = re.compile(rb"-?[0-9]{1,18}")
 _CHUNK = 256  # tickets in one script call; a script blocks the server while it runs
 
 
@@ -256,7 +257,10 @@ class Ledger:
             pipe.hlen(self._keys.tickets)
             counted, pending = pipe.execute()
         names = ("issued", *(outcome.value for outcome in Outcome))
-        return {name: int(counted.get(name.encode(), 0)) for name in names} | {"pending": pending}
+        found = {name: counted.get(name.encode(), b"0") for name in names}
+        return {name: int(count) if _COUNT.fullmatch(count) else 0 for name, count in found.items()} | {
+            "pending": pending
+        }
 
     def num_queued(self) -> int:
         """Groups in the group streams: waiting for the learner, pooled by it, or trained and not settled."""

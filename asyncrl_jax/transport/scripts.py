@@ -399,9 +399,10 @@ _EVALUATIONS = (
     _NOW
     + """
 local REQUESTS, QUEUE, HOLDERS, EXPIRY, RESULTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local function holder_of(id)
-  local expiry = redis.call('ZSCORE', EXPIRY, id)
-  return expiry and tonumber(expiry) > now and redis.call('HGET', HOLDERS, id) or nil
+-- A lease of more than twice `seconds` is none: the clock has jumped back.
+local function holder_of(id, seconds)
+  local left = tonumber(redis.call('ZSCORE', EXPIRY, id) or now) - now
+  return left > 0 and left <= 2 * tonumber(seconds) and redis.call('HGET', HOLDERS, id) or nil
 end
 local function hold(id, holder, seconds)
   redis.call('HSET', HOLDERS, id, holder)
@@ -416,7 +417,7 @@ CLAIM_EVALUATION = (
     + """
 local free
 for _, id in ipairs(redis.call('ZRANGE', QUEUE, 0, -1)) do
-  local holder = holder_of(id)
+  local holder = holder_of(id, ARGV[2])
   if holder == ARGV[1] then
     free = id
     break

@@ -197,6 +197,10 @@ class Steering:
         """The newest, oldest first."""
         return _logged(reversed(self._redis.xrevrange(self._keys.decisions, count=count)))
 
+    def decision_ids(self, count: int) -> list[str]:
+        """Ids of the oldest entries of the log, also of what is no decision."""
+        return [entry_id.decode() for entry_id, _ in self._redis.xrange(self._keys.decisions, count=count)]
+
     def num_decisions(self) -> int:
         """Decisions in Redis; older ones are in the run record."""
         return int(self._redis.xlen(self._keys.decisions))

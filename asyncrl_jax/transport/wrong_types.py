@@ -18,10 +18,12 @@ _TYPES = {
     "zset": ("leases", "heartbeat_expiry", "redo", "evaluation_queue", "evaluation_expiry"),
     "string": ("ticket_count", "dead_size", "epoch", "learner", "latest", "phase", "directives"),
 }
+_NUMBERS = ("ticket_count", "dead_size", "epoch", "latest")
+_LATEST_YEAR, _LATEST_MS = 2200, 7_258_118_400_000  # of the id of a stream's entry
 
 
 def explained(error: redis.ResponseError, client: redis.Redis, keys: Keys) -> str:
-    """The error in one line, with every key that is of the wrong type and the way out."""
+    """The error in one line, with every key that holds what it cannot and the way out."""
     expected = {getattr(keys, name): kind for kind, names in _TYPES.items() for name in names}
     pipe: Any = client.pipeline(transaction=False)
     for name in expected:
@@ -29,6 +31,14 @@ def explained(error: redis.ResponseError, client: redis.Redis, keys: Keys) -> st
     found = dict(zip(expected, (kind.decode() for kind in pipe.execute()), strict=True))
     odd = [(name, kind) for name, kind in expected.items() if found[name] not in (kind, "none")]
     wrong = [f"{name} is a {found[name]}, not a {kind}" for name, kind in odd]
+    numbers = [getattr(keys, name) for name in _NUMBERS if found[getattr(keys, name)] == "string"]
+    values: list[Any] = client.mget(numbers) if numbers else []
+    wrong += [f"{name} is no number" for name, value in zip(numbers, values, strict=True) if not value.isdigit()]
+    for name in [getattr(keys, name) for name in _TYPES["stream"]]:
+        if found[name] == "stream":
+            last: Any = client.xinfo_stream(name)
+            if int(last["last-generated-id"].split(b"-")[0]) > _LATEST_MS:
+                wrong.append(f"{name} has an entry of {_LATEST_YEAR} or later: nothing can be added after it")
     if not wrong:
         return f"Redis refused a command of this run: {error}"
     return f"{'; '.join(wrong)}: something else wrote there. Delete it (redis-cli DEL …) and start again ({error})"

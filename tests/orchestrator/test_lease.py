@@ -204,3 +204,22 @@ def test_at_most_one_effective_leader_in_any_order_of_events(server):
     run_state_machine_as_test(Leaders, settings=STEPS)
     assert Leaders.steps >= 10_000
     assert Leaders.handovers > 100
+
+
+@pytest.mark.parametrize(("field", "value"), [("expiry", "soon"), ("seconds", "x"), ("count", "many")])
+def test_whatever_stands_in_the_lease_once_it_has_run_out_another_leads(space, field, value):
+    old = leadership(space, "a").acquire(0.01)
+    time.sleep(0.02)
+    space.client.hset(space.keys.leader, field, value)
+    new = leadership(space, "b").acquire(30)
+    assert new is not None
+    with pytest.raises(Deposed):
+        Ledger(space.client, space.keys, old).next_ticket_ids(1)
+
+
+def test_an_evaluation_is_taken_over_though_the_clock_of_redis_was_put_back(space):
+    space.control.request_evaluation(EvaluationRequest("e", 0, 0, 1, 0))
+    assert space.control.claim_evaluation("dead", 60) is not None
+    assert space.control.claim_evaluation("b", 60) is None
+    space.client.zadd(space.keys.evaluation_expiry, {"e": time.time() + 3600})  # as a clock an hour ahead left it
+    assert space.control.claim_evaluation("b", 60) is not None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import uuid
 
 import pytest
 
 from asyncrl_jax.config import ActorConfig, Config, EvaluationConfig, LagConfig, LearnerConfig, RedisConfig
+from asyncrl_jax.orchestrator.decision_files import archive_decisions, read_decisions
 from asyncrl_jax.orchestrator.loop import FULL_EVALUATION, Orchestrator
 from asyncrl_jax.transport.connection import connect
 from asyncrl_jax.transport.control import Control
@@ -17,7 +19,7 @@ from asyncrl_jax.transport.ledger import Ledger
 from asyncrl_jax.transport.server import start_server
 from asyncrl_jax.transport.steering import Steering
 from asyncrl_jax.transport.tasks import TaskStream
-from asyncrl_jax.types import EvaluationResult, LearnerState, WeightVersion
+from asyncrl_jax.types import Decision, EvaluationResult, LearnerState, WeightVersion
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +216,13 @@ def test_a_redis_that_is_emptied_within_a_round_ends_nothing(scene, monkeypatch,
     monkeypatch.setattr(scene.ledger, before, emptied)
     assert not scene.orchestrator().tick()
     assert scene.ledger.counts()["issued"] == 0
+
+
+def test_decisions_behind_what_is_none_go_to_files_too(scene, tmp_path):
+    steering = Steering(scene.redis, scene.keys)
+    line = json.dumps(dataclasses.asdict(Decision("lag", "raise", "N", "why")))
+    for text in [*["garbage"] * 1000, *[line] * 300]:
+        scene.redis.xadd(scene.keys.decisions, {"decision": text})
+    assert archive_decisions(tmp_path, steering, 0) == 1300
+    assert steering.num_decisions() == 0
+    assert len(read_decisions(tmp_path)) == 300

@@ -255,7 +255,7 @@ class RealLedger(RuleBasedStateMachine):
     """The ledger's scripts in a real Redis: issue, claim, submit, fail, give back, settle and undo, each also twice."""
 
     server = None
-    steps = 0
+    steps = groups = 0
 
     @initialize()
     def begin(self):
@@ -319,14 +319,17 @@ class RealLedger(RuleBasedStateMachine):
 
     @rule()
     def train(self):
-        entries = self.reader.read(10, 0)
+        entries = []
+        while some := self.reader.read(10, 0):
+            entries += some
         done = [(entry, entry.ticket.ticket_id) for entry in entries]
+        assert sorted(ticket for _, ticket in done) == sorted(self.queued), "a group that was lost, or is there twice"
         self.reader.complete(done, Outcome.TRAINED, 1)
         for _, ticket in done:
-            if ticket not in self.outcomes:
-                self.outcomes[ticket] = Outcome.TRAINED
-                self.trained.add(ticket)
-                self.queued.pop(ticket, None)
+            del self.queued[ticket]
+            self.outcomes[ticket] = Outcome.TRAINED
+            self.trained.add(ticket)
+        RealLedger.groups += len(done)
 
     @precondition(lambda self: self.trained)
     @rule(again=st.booleans())
@@ -354,6 +357,7 @@ class RealLedger(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "ledger"):
             return
+        self.train()
         recomputed = recompute(self.ledger.events(count=10_000))
         assert recomputed.balances
         ended = collections.Counter(self.outcomes.values())
@@ -364,6 +368,7 @@ class RealLedger(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)  # every step is several round trips
 def test_the_ledger_balances_in_any_order_of_events(server):
-    RealLedger.server, RealLedger.steps = server, 0
+    RealLedger.server, RealLedger.steps, RealLedger.groups = server, 0, 0
     run_state_machine_as_test(RealLedger, settings=STEPS)
     assert RealLedger.steps >= 10_000
+    assert RealLedger.groups > 300

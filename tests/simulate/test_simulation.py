@@ -292,3 +292,21 @@ def test_actors_of_a_class_have_its_slots():
     outcome = simulate(config, QUICK)
     assert outcome.updates == 30
     assert 0 < outcome.actor_busy <= 1
+
+
+def test_a_policy_that_has_run_off_waits_for_data_as_fresh_as_what_is_published():
+    config = override(
+        Config(),
+        {
+            "learner.groups_per_update": 4,
+            "learner.group_size": 4,
+            "learner.num_updates": 40,
+            "weights.publish_every_updates": 3,
+            "orchestrator.tuning.enabled": True,
+        },
+    )
+    inputs = Inputs(duration_s=4000.0, episode_s="constant:5", update_s="constant:5", kl_per_update=0.06)
+    run = Simulation(config, inputs)
+    run.finish()
+    assert run.update == 40
+    assert "wait_for_fresh" in {decision.action for _, decision in run.controller.decisions}
