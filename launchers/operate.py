@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         try:
             print(console.run_command(argv[1:], config, *parts))
         except redis.ResponseError as error:
-            exit_with(explained(error, client, keys))
+            exit_with(explained(error, client, keys) or f"Redis refuses: {error}")
     except RedisUnavailable as error:
         own = f"; a run that has ended is gone on with by asyncrl-local --resume={run_dir}"
         exit_with(f"{str(error).rstrip('.')}{own if (run_dir / 'redis').is_dir() else ''}")

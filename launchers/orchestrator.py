@@ -19,7 +19,9 @@ def main() -> int:
         return run_orchestrator(given.config, given.run_dir, given.password, given.stop)
     except redis.ResponseError as error:
         client = connect(given.config.redis, given.password)
-        flags.exit_with(explained(error, client, Keys(given.config.redis.namespace)))
+        if why := explained(error, client, Keys(given.config.redis.namespace)):
+            flags.exit_with(why)
+        raise
 
 
 def run() -> None:

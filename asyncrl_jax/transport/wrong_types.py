@@ -22,8 +22,8 @@ _NUMBERS = ("ticket_count", "dead_size", "epoch", "latest")
 _LATEST_YEAR, _LATEST_MS = 2200, 7_258_118_400_000  # of the id of a stream's entry
 
 
-def explained(error: redis.ResponseError, client: redis.Redis, keys: Keys) -> str:
-    """The error in one line, with every key that holds what it cannot and the way out."""
+def explained(error: redis.ResponseError, client: redis.Redis, keys: Keys) -> str | None:
+    """The error in one line, with every key that holds what it cannot and the way out; None if it has another cause."""
     expected = {getattr(keys, name): kind for kind, names in _TYPES.items() for name in names}
     pipe: Any = client.pipeline(transaction=False)
     for name in expected:
@@ -40,5 +40,5 @@ def explained(error: redis.ResponseError, client: redis.Redis, keys: Keys) -> st
             if int(last["last-generated-id"].split(b"-")[0]) > _LATEST_MS:
                 wrong.append(f"{name} has an entry of {_LATEST_YEAR} or later: nothing can be added after it")
     if not wrong:
-        return f"Redis refused a command of this run: {error}"
+        return None
     return f"{'; '.join(wrong)}: something else wrote there. Delete it (redis-cli DEL …) and start again ({error})"

@@ -13,6 +13,7 @@ import pytest
 from asyncrl_jax.config import Config, LearnerConfig, RedisConfig, override
 from asyncrl_jax.orchestrator.loop import Orchestrator
 from asyncrl_jax.transport.groups import GroupReader, GroupWriter
+from asyncrl_jax.transport.ledger import LiveTicket
 from asyncrl_jax.transport.tasks import TaskStream
 from asyncrl_jax.types import LearnerState, Outcome, WeightVersion
 
@@ -204,6 +205,7 @@ def test_a_ticket_that_nobody_answers_is_given_up_and_replaced(space, monkeypatc
     """Also in mode sync, where no update count passes by a hung actor's ticket."""
     world = World(space, monkeypatch, mode="sync", **{"lag.ticket_timeout_s": 60.0})
     monkeypatch.setattr("asyncrl_jax.orchestrator.loop.time.time", lambda: world.now)
+    monkeypatch.setattr(LiveTicket, "handed_out_at", property(lambda live: live.ticket.issued_at))  # the world's clock
     monkeypatch.setattr(world, "_play", lambda *_: None)  # claimed, and never answered
     world.run(30)
     assert world.space.ledger.counts() | {"issued": 4, "pending": 4} == world.space.ledger.counts()

@@ -154,7 +154,7 @@ def decide(state: State, observed: Observed, config: DriftConfig) -> Decided:
         buckets[name] = bucket
     factors = {name: factor for name, b in buckets.items() if (factor := _factor(b, config)) < 1}
     drawn = buckets.keys() if observed.drawn is None else observed.drawn
-    collapsed = any(bucket.collapsed and not bucket.held and name in drawn for name, bucket in buckets.items())
+    collapsed = any(bucket.collapsed and name in drawn for name, bucket in buckets.items())  # held: until released
     temperature, explore = (config.explore_temperature, _EXPLORE_SHARE) if collapsed else (1.0, 1.0)
     return Decided(State(buckets), factors, temperature, explore, tuple(log))
 
