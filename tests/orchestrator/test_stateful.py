@@ -371,4 +371,4 @@ def test_the_ledger_balances_in_any_order_of_events(server):
     RealLedger.server, RealLedger.steps, RealLedger.groups = server, 0, 0
     run_state_machine_as_test(RealLedger, settings=STEPS)
     assert RealLedger.steps >= 10_000
-    assert RealLedger.groups > 300
+    assert RealLedger.groups > 100, "hardly anything was submitted"
