@@ -1,5 +1,6 @@
 """asyncrl-actor: samples trajectory groups with the newest weights. Start as many as there are machines for them."""
 
+import functools
 import socket
 
 from absl import flags as absl_flags
@@ -27,7 +28,8 @@ def main() -> int:
     steering = Steering(connect(settings.redis, given.password), Keys(settings.redis.namespace))
     try:
         with Watchdog(steering, _ACTOR_ID.value, settings.actor.heartbeat_s):
-            return run_actor(settings, given.run_dir, given.password, _ACTOR_ID.value, given.stop)
+            run = functools.partial(run_actor, settings, given.run_dir, given.password, _ACTOR_ID.value, given.stop)
+            return given.play(run)
     except Mistake as error:
         flags.exit_with(str(error))
     except Unreachable as error:

@@ -21,7 +21,7 @@ def main() -> int:
         write_config(given.run_dir / "config.json", given.config)  # the audit and a resume read it
     from asyncrl_jax.learner.loop import run_learner  # imports JAX: only after the flags are known to be right
 
-    return run_learner(given.config, given.run_dir, given.password, given.stop)
+    return given.play(lambda: run_learner(given.config, given.run_dir, given.password, given.stop))
 
 
 def run() -> None:

@@ -1,11 +1,6 @@
 """asyncrl-orchestrator: issues tickets under the lag bound and requests evaluations. It needs no accelerator."""
 
-import redis
-
 from asyncrl_jax import flags
-from asyncrl_jax.transport.connection import connect
-from asyncrl_jax.transport.keys import Keys
-from asyncrl_jax.transport.wrong_types import explained
 
 from . import role
 
@@ -15,13 +10,7 @@ def main() -> int:
     given = role.start()
     from asyncrl_jax.orchestrator.loop import run_orchestrator
 
-    try:
-        return run_orchestrator(given.config, given.run_dir, given.password, given.stop)
-    except redis.ResponseError as error:
-        client = connect(given.config.redis, given.password)
-        if why := explained(error, client, Keys(given.config.redis.namespace)):
-            flags.exit_with(why)
-        raise
+    return given.play(lambda: run_orchestrator(given.config, given.run_dir, given.password, given.stop))
 
 
 def run() -> None:

@@ -7,8 +7,10 @@ import faulthandler
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import redis
 from absl import flags
 from absl import logging as absl_logging
 
@@ -18,6 +20,8 @@ from asyncrl_jax.flags import config_from_flags, exit_with
 from asyncrl_jax.lifetime import die_with_parent, stop_on_signals
 from asyncrl_jax.local.environment import take_redis_password
 from asyncrl_jax.transport.connection import RedisUnavailable, connect
+from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.wrong_types import explained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,16 @@ class Role:
     run_dir: Path
     password: str | None  # of Redis
     stop: threading.Event  # set by SIGTERM or Ctrl-C: close cleanly
+
+    def play(self, body: Callable[[], int]) -> int:
+        """The role's own part; keys of Redis that hold what they cannot end it with one line that names them."""
+        try:
+            return body()
+        except redis.ResponseError as error:
+            client = connect(self.config.redis, self.password)
+            if why := explained(error, client, Keys(self.config.redis.namespace)):
+                exit_with(why)
+            raise
 
 
 def start() -> Role:

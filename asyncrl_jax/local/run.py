@@ -202,7 +202,7 @@ class LocalRun:
         self._make_demonstrations()
         patient = connect(dataclasses.replace(config.redis, outage_s=_REPORT_PATIENCE_S), password)
         keys = Keys(config.redis.namespace)
-        Control(patient, keys).reopen()
+        Control(patient, keys).reopen(by_hand=True)
         client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), password, answer_s=_ANSWER_S)
         for part in self._parts():
             self._supervisor.start(part)

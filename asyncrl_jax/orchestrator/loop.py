@@ -186,6 +186,8 @@ class Orchestrator:
         learner = self._control.learner()
         epoch = self._control.epoch()
         if epoch != self._epoch:  # what was asked of a Redis that lost its data is asked again
+            if self._epoch is not None:
+                log.warning("Redis lost its data, and with it whatever was set by hand: set it again")
             self._epoch = epoch
             self._evaluated.clear()
             self._round_at = None
@@ -208,12 +210,16 @@ class Orchestrator:
         return finished
 
     def _drained(self, counts: dict[str, int], learner: LearnerState) -> bool:
-        """Whether nothing more will happen: what is left is with the learner, and too little for an update."""
+        """Whether nothing more will happen: nobody plays, and what is with the learner is too little for an update."""
         left = counts["pending"] - learner.unsettled_tickets
         if left == 0:
             return True
-        running = (live.state == "issued" for live in self._ledger.live().values())
-        return left < self._config.learner.groups_per_update and not any(running)
+        running = sum(live.state == "issued" for live in self._ledger.live().values())
+        if running:
+            actors = [beat for (role, _), beat in self._control.heartbeats().items() if role == "actor"]
+            if not actors or not all(beat.get("drained") for beat in actors):
+                return False
+        return left - running < self._config.learner.groups_per_update
 
     # -- the round ---------------------------------------------------------------------------------------------------
 

@@ -90,10 +90,14 @@ class Control:
         names = list(self._redis.scan_iter(f"{self._keys.namespace}:*", count=1000))
         return int(self._redis.delete(*names)) if names else 0
 
-    def reopen(self) -> None:
-        """The phase of a run that goes on. One that stopped since it was drained issues tickets again."""
+    def reopen(self, *, by_hand: bool = False) -> None:
+        """The phase of a run that goes on. One that stopped since it was drained issues tickets again.
+
+        Args:
+          by_hand: a human starts it: a drain that was not over is called off too.
+        """
         steering = Steering(self._redis, self._keys)
-        if self.phase() == "stopping" and steering.operator().get("draining"):
+        if (by_hand or self.phase() == "stopping") and steering.operator().get("draining"):
             why = "the drained run was started again"
             steering.operate({"draining": None}, Decision("operator", "resume", "draining", why))
         self.set_phase("running")

@@ -301,3 +301,10 @@ def test_the_promises_hold_in_any_order_of_events():
     Fleets.steps = 0
     run_state_machine_as_test(Fleets, settings=settings(max_examples=120, stateful_step_count=20, deadline=None))
     assert Fleets.steps >= 10_000
+
+
+def test_the_budget_is_a_limit_by_hand_too():
+    config = dataclasses.replace(CONFIG, enabled=False, hourly_budget=14.0, learner_price=2.0)
+    fleet = FleetConfig(classes=("actor:8:2.0",))
+    assert autoscale.most_members(config, fleet, 1) == 6
+    assert autoscale.most_members(dataclasses.replace(config, hourly_budget=0.0), fleet, 1) == 8

@@ -203,6 +203,24 @@ def test_a_drained_run_that_is_started_again_issues_tickets(asyncrl):
     assert [one.action for one in resumed] == ["drain", "resume"]
 
 
+def test_a_human_who_starts_a_run_again_calls_its_drain_off(asyncrl):
+    asyncrl("drain")
+    asyncrl.space.control.reopen(by_hand=True)
+    assert not asyncrl.tick()
+    assert asyncrl.tickets()
+
+
+def test_a_run_drains_although_nobody_is_left_to_play_its_tickets(asyncrl):
+    asyncrl.tick()
+    assert asyncrl.tickets()
+    asyncrl.space.control.beat("actor", "actor-0", {"drained": False}, 60)
+    asyncrl("drain")
+    assert not asyncrl.tick(), "an actor may claim them yet"
+    asyncrl.space.control.beat("actor", "actor-0", {"drained": True}, 60)
+    assert asyncrl.tick()
+    assert asyncrl.space.control.phase() == "stopping"
+
+
 def test_a_drained_run_stops_with_groups_that_are_too_few_for_an_update(asyncrl):
     """They wait in the learner's pool, and are there when the run is resumed."""
     asyncrl.tick()

@@ -110,10 +110,7 @@ def decide(state: State, observed: Observed, config: AutoscaleConfig, fleet: Fle
 
 def most_members(config: AutoscaleConfig, fleet: FleetConfig, copies: int) -> int:
     """Most members that limit, classes and budget allow beside a learner of so many copies."""
-    there_are = fleet.most_members
-    if not config.enabled:
-        return there_are
-    most = min(config.max_actors, there_are)
+    most = min(config.max_actors, fleet.most_members) if config.enabled else fleet.most_members
     if config.hourly_budget == 0:
         return most
     return min(most, fleet.affordable(config.hourly_budget - config.learner_price * copies))
