@@ -20,13 +20,16 @@ episode's seed, so they do not depend on the mode.
   a tenth of its time, and together they need less than half of the machine. All other runs have it for themselves.
 * Slots are as many as an update has trajectories, in both; hosts play more episodes than that in async, where an
   episode whose environment thinks lends its slot.
+* N follows how long episodes take, or their late members would be given up, and those that are left are the short and
+  easy ones: 10, and 30 where a turn takes an update's time or longer.
 
 One JSON line last. `ratio_at_D`: median over seeds of wall-clock sync ÷ async at a delay of D updates
-(`ratio_no_delay` for 0). Of the async runs at `--main_delay`: `learner_busy_async`; `tokens_to_archive`: tokens a
-second of a busy learner, waits left out, against the same updates made again from its archive with nothing beside;
-`throughput_to_archive`: the same with the waits; `discarded_share`: sampled tokens that were never trained on;
-`samples_ratio`: trajectories to the gate, async ÷ sync, with the 90 % interval of the mean log ratio over `--pairs`
-seeds. What a sync run samples does not depend on how long it takes, so it is paired with the sync run without delay.
+(`ratio_no_delay` for 0), and `discarded_at_D`: sampled tokens that the async runs never trained on. Of the async runs
+at `--main_delay`: `discarded_share` again; `learner_busy_async`; `tokens_to_archive`: tokens a second of a busy
+learner, waits left out, against the same updates made again from its archive with nothing beside;
+`throughput_to_archive`: the same with the waits; `samples_ratio`: trajectories to the gate, async ÷ sync, with the
+90 % interval of the mean log ratio over `--pairs` seeds. What a sync run samples does not depend on how long it takes,
+so it is paired with the sync run without delay.
 """
 
 from __future__ import annotations
@@ -79,17 +82,18 @@ MODES = {
     "async": [
         "--config.mode=async",
         "--config.learner.cpu_cores=1",
-        "--config.actor.episodes=512",
         "--config.lag.actor_updates=1",
-        "--config.lag.token_updates=10",
         "--config.lag.straggler_policy=partial",
         "--config.lag.straggler_wait_s=0.1",
         "--config.lag.straggler_lead_updates=1",
         "--config.lag.slack_groups=12",
         "--config.weights.publish_every_updates=2",
-        "--config.weights.keep_versions=14",
     ],
 }
+SHORT, LONG = (
+    (10, 512),
+    (30, 1280),
+)  # N, and episodes at once, for turns that take less than an update and for longer ones
 
 
 class Measured(NamedTuple):
@@ -253,6 +257,10 @@ class Runs:
         directory = self.directory(mode, delay, seed)
         if not (directory / "metrics" / "learner.jsonl").exists():
             flags = [*COMMON, *MODES[mode], f"--config.model.checkpoint={self._weights}", f"--config.seed={seed}"]
+            if mode == "async":
+                updates, episodes = LONG if delay >= ABREAST else SHORT
+                flags += [f"--config.lag.token_updates={updates}", f"--config.weights.keep_versions={updates + 4}"]
+                flags.append(f"--config.actor.episodes={episodes}")
             if delay:
                 law = f"lognormal:{delay * self.update_s:.4g}:{SIGMA:.4g}"
                 flags.append(f"--config.environment.turn_delay_s={law}")
@@ -295,12 +303,14 @@ def report(runs: Runs, given: argparse.Namespace) -> dict[str, Any]:
         name = f"ratio_at_{delay:g}" if delay else "ratio_no_delay"
         found[name] = round(statistics.median(ratios), 2)
         found[name.replace("ratio", "ratios")] = [round(ratio, 2) for ratio in ratios]
+        lost = [steady(runs.directory("async", delay, seed)).discarded for seed in given.seeds]
+        found[name.replace("ratio", "discarded")] = round(statistics.median(lost), 4)
     seeds = range(given.seeds[0], given.seeds[0] + given.pairs)
     pairs = [(runs("sync", 0.0, seed), runs("async", given.main_delay, seed)) for seed in seeds]
     mean, low, high = interval([free.samples / sync.samples for sync, free in pairs])
     found["samples_ratio"] = round(mean, 3)
     found["samples_ratio_90"] = [round(low, 3), round(high, 3)] if len(pairs) > 1 else None
-    directories = [runs.directory("async", given.main_delay, seed) for seed in seeds]
+    directories = [runs.directory("async", given.main_delay, seed) for seed in given.seeds]
     motion = [steady(directory) for directory in directories]
     alone = archive_tokens_per_s(directories[0])
     found["learner_busy_async"] = round(statistics.median(one.busy for one in motion), 3)
