@@ -98,7 +98,7 @@ def foreseen(config: Config, inputs: Inputs) -> Figures:
 
 
 def error(expected: Figures, seen: Figures) -> dict[str, float]:
-    """Errors of wall-clock and lag relative to the real ones, differences of shares. A lag of 0 has none if foreseen."""
+    """Errors of wall-clock and lag relative to the real ones; differences of shares."""
     return {
         "wall_s": abs(expected.wall_s / seen.wall_s - 1),
         "lag_mean": abs(expected.lag_mean - seen.lag_mean) / max(seen.lag_mean, 1e-9),
