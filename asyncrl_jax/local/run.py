@@ -210,9 +210,9 @@ class LocalRun:
         for one in Steering(patient, keys).newest_decisions(1):
             self._told = one.entry_id
         write_record(self._run_dir, config, self._environment)
-        closed = self._watch(client)
-        if self._signal is not None or closed is not None:
-            return self._stopped(closed, Control(client, keys))
+        why = self._watch(client)
+        if self._signal is not None or why is not None:
+            return self._stopped(why)
         self._supervisor.stop_roles()
         from asyncrl_jax.observe.report import print_summary, write_report  # matplotlib: not before there is a picture
 
@@ -294,7 +294,7 @@ class LocalRun:
     # -- run ---------------------------------------------------------------------------------------------------------
 
     def _watch(self, client: redis_client.Redis) -> str | None:
-        """Shows the run until it is finished or stopped. Returns the part that was closed before the end, if any."""
+        """Shows the run until it is finished or stopped. Returns why it stopped early, if nobody asked it to here."""
         snapshot: Snapshot | None = None
         looked_at, ending_since = -_REFRESH_S, 0.0
         with Display(self._config, self._console) as display:
@@ -308,7 +308,9 @@ class LocalRun:
                 if closed is not None:
                     newest = self._look(client)  # the run may have ended since the last look
                     if newest is None or not newest.ending(self._config.learner.num_updates):
-                        return closed
+                        return (
+                            "drained" if newest is not None and newest.phase == "stopping" else f"{closed} was closed"
+                        )
                     snapshot = newest
                 if snapshot is not None and snapshot.finished:
                     ending_since = ending_since or now
@@ -344,12 +346,10 @@ class LocalRun:
             if one.decision.policy in _TOLD_POLICIES and one.decision.action != "pass":  # of an evaluation
                 self._say(f"{one.decision.policy}: {one.decision.action} {one.decision.subject}, {one.decision.reason}")
 
-    def _stopped(self, closed: str | None, control: Control) -> int:
-        drained = closed is not None and control.phase() == "stopping"
+    def _stopped(self, why: str | None) -> int:
         self._supervisor.stop()
         number = self._signal or signal.SIGTERM
-        why = "drained" if drained else f"{closed} was closed" if closed else signal.Signals(number).name
-        self._say(f"stopped ({why}); go on with --resume={self._run_dir}")
+        self._say(f"stopped ({why or signal.Signals(number).name}); go on with --resume={self._run_dir}")
         return exit_codes.INTERRUPTED if number == signal.SIGINT else exit_codes.TERMINATED
 
 

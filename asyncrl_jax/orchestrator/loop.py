@@ -331,7 +331,7 @@ class Orchestrator:
         for ticket_id, live in self._ledger.live().items():
             if live.state != "issued":
                 continue
-            waited_s = now - (live.handed_out_at or now)
+            waited_s = now - (live.handed_out_at or live.ticket.issued_at)
             if limit_s and waited_s > limit_s:
                 log.error("ticket %s is given up: no answer for %.0f s", ticket_id, waited_s)
                 self._ledger.settle(ticket_id, Outcome.FAILED, update=learner.update, reason="overdue")

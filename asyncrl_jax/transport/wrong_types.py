@@ -30,7 +30,7 @@ def explained(error: redis.ResponseError, client: redis.Redis, keys: Keys) -> st
         pipe.type(name)
     found = dict(zip(expected, (kind.decode() for kind in pipe.execute()), strict=True))
     odd = [(name, kind) for name, kind in expected.items() if found[name] not in (kind, "none")]
-    wrong = [f"{name} is a {found[name]}, not a {kind}" for name, kind in odd]
+    wrong = [f"{name} is a {found[name]}, not a {kind} (redis-cli DEL it)" for name, kind in odd]
     numbers = [getattr(keys, name) for name in _NUMBERS if found[getattr(keys, name)] == "string"]
     values: list[Any] = client.mget(numbers) if numbers else []
     wrong += [f"{name} is no number" for name, value in zip(numbers, values, strict=True) if not value.isdigit()]
@@ -38,7 +38,8 @@ def explained(error: redis.ResponseError, client: redis.Redis, keys: Keys) -> st
         if found[name] == "stream":
             last: Any = client.xinfo_stream(name)
             if int(last["last-generated-id"].split(b"-")[0]) > _LATEST_MS:
-                wrong.append(f"{name} has an entry of {_LATEST_YEAR} or later: nothing can be added after it")
+                late = f"{name} has an entry of {_LATEST_YEAR} or later, after which none can be added"
+                wrong.append(f"{late} (redis-cli XDEL it, then XSETID to the one before)")
     if not wrong:
         return None
-    return f"{'; '.join(wrong)}: something else wrote there. Delete it (redis-cli DEL …) and start again ({error})"
+    return f"{'; '.join(wrong)}: something else wrote there. Mend it and start again ({error})"
