@@ -21,7 +21,7 @@ _ACTOR_ID = absl_flags.DEFINE_string(
 
 def main() -> int:
     """Runs an actor until the run ends or SIGTERM asks it to close."""
-    given = role.start()
+    given = role.start("actor")
     from asyncrl_jax.actor.loop import run_actor  # imports the engine: only after the flags are known to be right
 
     settings = given.config

@@ -10,7 +10,7 @@ from . import role
 
 def main() -> int:
     """Runs the learner until the run ends or SIGTERM asks it to close."""
-    given = role.start()
+    given = role.start("learner")
     settings, checkpoints = given.config.warm_start, given.run_dir / "checkpoints"
     demonstrations = Path(settings.demonstrations or given.run_dir / "demonstrations.avro")
     if settings.num_steps and not checkpoints.is_dir() and not demonstrations.is_file():

@@ -15,6 +15,7 @@ from asyncrl_jax.transport.connection import RedisUnavailable, connect
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.ledger import Ledger
+from asyncrl_jax.transport.shared_settings import SharedSettings
 from asyncrl_jax.transport.steering import Steering
 from asyncrl_jax.transport.wrong_types import explained
 
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         console.check_command(argv[1:], config)
         client = connect(dataclasses.replace(config.redis, outage_s=_PATIENCE_S), redis_password(config.redis))
         keys = Keys(config.redis.namespace)
-        parts = Control(client, keys), Ledger(client, keys), Steering(client, keys)
+        parts = Control(client, keys), Ledger(client, keys), Steering(client, keys), SharedSettings(client, keys)
         try:
             print(console.run_command(argv[1:], config, *parts))
         except redis.ResponseError as error:

@@ -7,7 +7,7 @@ from . import role
 
 def main() -> int:
     """Runs the orchestrator until the run ends or SIGTERM asks it to close."""
-    given = role.start()
+    given = role.start("orchestrator")
     from asyncrl_jax.orchestrator.loop import run_orchestrator
 
     return given.play(lambda: run_orchestrator(given.config, given.run_dir, given.password, given.stop))

@@ -21,13 +21,17 @@ from asyncrl_jax.lifetime import die_with_parent, stop_on_signals
 from asyncrl_jax.local.environment import take_redis_password
 from asyncrl_jax.transport.connection import RedisUnavailable, connect
 from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.shared_settings import SharedSettings
 from asyncrl_jax.transport.wrong_types import explained
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Role:
     """A role's settings and surroundings."""
 
+    name: str  # learner, actor or orchestrator
     config: Config
     run_dir: Path
     password: str | None  # of Redis
@@ -35,17 +39,21 @@ class Role:
 
     def play(self, body: Callable[[], int]) -> int:
         """The role's own part; keys of Redis that hold what they cannot end it with one line that names them."""
+        client, keys = connect(self.config.redis, self.password), Keys(self.config.redis.namespace)
         try:
+            for differing in SharedSettings(client, keys).state(self.name, self.config):
+                log.warning("%s", differing)
             return body()
         except redis.ResponseError as error:
-            client = connect(self.config.redis, self.password)
-            if why := explained(error, client, Keys(self.config.redis.namespace)):
+            if why := explained(error, client, keys):
                 exit_with(why)
             raise
+        finally:
+            client.close()
 
 
-def start() -> Role:
-    """Reads the flags and prepares the process; a mistake, or no Redis, ends it with one line."""
+def start(name: str) -> Role:
+    """Reads the flags and prepares the process of a role; a mistake, or no Redis, ends it with one line."""
     die_with_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 prints what every thread is doing
@@ -64,4 +72,4 @@ def start() -> Role:
         exit_with(str(error))
     except RedisUnavailable as error:
         exit_with(str(error), exit_codes.FAILED)  # it may be there at the next try
-    return Role(config, run_dir, password, stop_on_signals())
+    return Role(name, config, run_dir, password, stop_on_signals())

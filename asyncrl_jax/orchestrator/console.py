@@ -28,6 +28,7 @@ from asyncrl_jax.orchestrator.host_classes import seen_by_class
 from asyncrl_jax.orchestrator.policies import curriculum
 from asyncrl_jax.transport.control import Control
 from asyncrl_jax.transport.ledger import Ledger
+from asyncrl_jax.transport.shared_settings import SharedSettings
 from asyncrl_jax.transport.steering import Steering
 from asyncrl_jax.types import Decision, LearnerState
 
@@ -92,7 +93,14 @@ def check_command(words: Sequence[str], config: Config) -> None:
         _changes(command, rest, config)
 
 
-def run_command(words: Sequence[str], config: Config, control: Control, ledger: Ledger, steering: Steering) -> str:
+def run_command(
+    words: Sequence[str],
+    config: Config,
+    control: Control,
+    ledger: Ledger,
+    steering: Steering,
+    shared: SharedSettings,
+) -> str:
     """Carries out one command line; returns what to print.
 
     Raises:
@@ -100,7 +108,7 @@ def run_command(words: Sequence[str], config: Config, control: Control, ledger: 
     """
     command, rest = _command(words)
     if command == "status" and not rest:
-        return status(config, control, ledger, steering)
+        return status(config, control, ledger, steering, shared)
     if command == "review" and not rest:
         return _held(config, steering) or "no bucket is held"
     changes, reason = _changes(command, rest, config)
@@ -221,7 +229,7 @@ def _check_bucket(bucket: str, config: Config) -> None:
         raise ValueError(f"{bucket!r} is no bucket; there are {', '.join(buckets)}")
 
 
-def status(config: Config, control: Control, ledger: Ledger, steering: Steering) -> str:
+def status(config: Config, control: Control, ledger: Ledger, steering: Steering, shared: SharedSettings) -> str:
     """The state of the run in lines of plain text."""
     learner, beats = control.learner(), control.heartbeats()
     states = memory.load(rounds.initial_states(config), steering.states())
@@ -239,6 +247,10 @@ def status(config: Config, control: Control, ledger: Ledger, steering: Steering)
         _tickets(beats.get(("orchestrator", "0"), {})),
         _fleet(states),
         "ledger     " + ", ".join(f"{name} {count}" for name, count in counts.items() if count),
+    ]
+    lines += [
+        f"settings   the {role} was last started with another {', '.join(names)} than config.json has"
+        for role, names in shared.differing(config).items()
     ]
     lines += _classes(config, states, {name: found for (role, name), found in beats.items() if role == "actor"})
     lines += _buckets(states, beat)

@@ -1,9 +1,9 @@
 """One leader among any number of orchestrators: a lease with a fencing token that Redis itself checks on every write.
 
-Invariants: * A token names one leadership and is never given again; a new one is given only once the old lease has
-run out. * A write that carries a token is refused, as a whole, unless the token is the current one. The check and the
-write are
-    one script, so a leader that was paused at any instruction cannot write after its successor has begun.
+Invariants:
+  * A token names one leadership and is never given again; a new one is given only once the old lease has run out.
+  * A write that carries a token is refused, as a whole, unless the token is the current one. The check and the write
+    are one script, so a leader that was paused at any instruction cannot write after its successor has begun.
 
 The lease may run out by Redis's clock alone. A clock that jumps forward costs a change of leader, one that jumps back
 a wait of one more lease; neither gives two effective leaders.

@@ -184,6 +184,11 @@ class Keys:
         """Hash: name -> JSON; the orchestrator's memory."""
         return self._name("state")
 
+    @property
+    def settings(self) -> str:
+        """Hash: role -> JSON; digests of the settings that it was last started with."""
+        return self._name("settings")
+
     # Steering.
 
     @property

@@ -11,7 +11,7 @@ from asyncrl_jax.transport.keys import Keys
 _TYPES = {
     "hash": (
         *("tickets", "task_entries", "group_entries", "counts", "versions", "lines", "heartbeats", "state", "leader"),
-        *("evaluation_requests", "evaluation_holders", "evaluation_results", "operator"),
+        *("evaluation_requests", "evaluation_holders", "evaluation_results", "operator", "settings"),
     ),
     "stream": ("ledger", "tasks", "dead", "decisions", "observations"),
     "set": ("rolled_back", "reserved", "cuts"),

@@ -90,10 +90,21 @@ def test_what_can_not_be_had_here_is_one_line_and_asks_for_no_restart(role, chan
     password = tmp_path / "password"
     password.write_text(server.password)
     flags = [f"--config.redis.url={server.url}", f"--config.redis.password_file={password}"]
+    flags += [f"--config.redis.namespace={tmp_path.name}"]
     output = [f"--output={tmp_path / 'x.avro'}"] if role == "demonstrations" else []
     done = start(role, *flags, f"--config.run_dir={tmp_path / 'run'}", *changes, *output)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert named in done.stderr
+
+
+def test_a_role_with_another_bound_than_the_rest_says_so(tmp_path, server):
+    password = tmp_path / "password"
+    password.write_text(server.password)
+    flags = [f"--config.redis.url={server.url}", f"--config.redis.password_file={password}"]
+    flags += ["--config.redis.namespace=differing", f"--config.run_dir={tmp_path / 'run'}"]
+    start("actor", *flags, "--config.environment.name=function:nosuch:f")
+    done = start("actor", *flags, "--config.environment.name=function:nosuch:f", "--config.lag.token_updates=6")
+    assert "--config.lag.token_updates=6 here, and otherwise where the actor was last started" in done.stderr
 
 
 def test_a_role_is_what_is_installed_also_in_a_directory_that_has_a_package_of_the_name(tmp_path):

@@ -27,6 +27,7 @@ from asyncrl_jax.transport import wrong_types
 from asyncrl_jax.transport.fencing import Deposed, Fence, Leadership
 from asyncrl_jax.transport.groups import GroupWriter
 from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.shared_settings import SharedSettings
 from asyncrl_jax.transport.tasks import TaskStream
 from asyncrl_jax.transport.wrong_types import explained
 from asyncrl_jax.types import LearnerState, Outcome, WeightVersion
@@ -43,7 +44,8 @@ class Operated:
 
     def __call__(self, line):
         space = self.space
-        return run_command(line.split(), self.config, space.control, space.ledger, space.steering)
+        shared = SharedSettings(space.client, space.keys)
+        return run_command(line.split(), self.config, space.control, space.ledger, space.steering, shared)
 
     def tick(self):
         return Orchestrator.on(self.space.client, self.space.keys, self.config, None).tick()
@@ -440,3 +442,11 @@ def test_a_cluster_is_asked_only_after_redis_has_taken_the_round(asyncrl):
     with pytest.raises(Deposed):
         stale.tick()
     assert len(asked) == 1
+
+
+def test_status_names_a_role_that_was_started_with_other_settings(asyncrl):
+    shared = SharedSettings(asyncrl.space.client, asyncrl.space.keys)
+    shared.state("learner", asyncrl.config)
+    assert "settings " not in asyncrl("status")
+    shared.state("actor", override(asyncrl.config, {"lag.token_updates": 6}))
+    assert "settings   the actor was last started with another lag.token_updates than config.json" in asyncrl("status")
