@@ -13,6 +13,7 @@ from asyncrl_jax.transport.keys import Keys
 from asyncrl_jax.transport.steering import Steering
 
 from . import role
+from .playing import play
 
 _ACTOR_ID = absl_flags.DEFINE_string(
     "actor_id", socket.gethostname(), "Name of this actor, its own among all actors and the same after a restart."
@@ -29,7 +30,7 @@ def main() -> int:
     try:
         with Watchdog(steering, _ACTOR_ID.value, settings.actor.heartbeat_s):
             run = functools.partial(run_actor, settings, given.run_dir, given.password, _ACTOR_ID.value, given.stop)
-            return given.play(run)
+            return play(given, run)
     except Mistake as error:
         flags.exit_with(str(error))
     except Unreachable as error:

@@ -6,6 +6,7 @@ from asyncrl_jax import flags
 from asyncrl_jax.config_file import write_config
 
 from . import role
+from .playing import play
 
 
 def main() -> int:
@@ -21,7 +22,7 @@ def main() -> int:
         write_config(given.run_dir / "config.json", given.config)  # the audit and a resume read it
     from asyncrl_jax.learner.loop import run_learner  # imports JAX: only after the flags are known to be right
 
-    return given.play(lambda: run_learner(given.config, given.run_dir, given.password, given.stop))
+    return play(given, lambda: run_learner(given.config, given.run_dir, given.password, given.stop))
 
 
 def run() -> None:

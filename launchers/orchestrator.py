@@ -3,6 +3,7 @@
 from asyncrl_jax import flags
 
 from . import role
+from .playing import play
 
 
 def main() -> int:
@@ -10,7 +11,7 @@ def main() -> int:
     given = role.start("orchestrator")
     from asyncrl_jax.orchestrator.loop import run_orchestrator
 
-    return given.play(lambda: run_orchestrator(given.config, given.run_dir, given.password, given.stop))
+    return play(given, lambda: run_orchestrator(given.config, given.run_dir, given.password, given.stop))
 
 
 def run() -> None:

@@ -7,10 +7,8 @@ import faulthandler
 import logging
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
-import redis
 from absl import flags
 from absl import logging as absl_logging
 
@@ -20,11 +18,6 @@ from asyncrl_jax.flags import config_from_flags, exit_with
 from asyncrl_jax.lifetime import die_with_parent, stop_on_signals
 from asyncrl_jax.local.environment import take_redis_password
 from asyncrl_jax.transport.connection import RedisUnavailable, connect
-from asyncrl_jax.transport.keys import Keys
-from asyncrl_jax.transport.shared_settings import SharedSettings
-from asyncrl_jax.transport.wrong_types import explained
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +29,6 @@ class Role:
     run_dir: Path
     password: str | None  # of Redis
     stop: threading.Event  # set by SIGTERM or Ctrl-C: close cleanly
-
-    def play(self, body: Callable[[], int]) -> int:
-        """The role's own part; keys of Redis that hold what they cannot end it with one line that names them."""
-        client, keys = connect(self.config.redis, self.password), Keys(self.config.redis.namespace)
-        try:
-            for differing in SharedSettings(client, keys).state(self.name, self.config):
-                log.warning("%s", differing)
-            return body()
-        except redis.ResponseError as error:
-            if why := explained(error, client, keys):
-                exit_with(why)
-            raise
-        finally:
-            client.close()
 
 
 def start(name: str) -> Role:

@@ -6,9 +6,12 @@
                  environment.turn_delay_s added, which is drawn anew
     turns        of every archived trajectory
     tokens       sampled tokens of every archived trajectory
-    publish_s    from an update's end to the first token that its version sampled, where an episode was about to begin:
-                 the 10th percentile over versions. Publishing, reading and swapping together, so swap_s is 0
-    dispatch_s   from a ticket's issue to its first token, where a slot was free: the 10th percentile
+    publish_s    from an update's end until its version sampled, in the median over versions: where an episode went
+                 over to it, at the share of its time that the older version's tokens are of all, as the simulation
+                 lays them. Where none did, the first token of an episode that began with it, in the 10th percentile.
+                 Publishing, reading and swapping together, so swap_s is 0
+    dispatch_s   from an update's end until the next ticket's issue, in the lower quartile, and from there to its first
+                 token, where a slot was free: the 10th percentile
     handover_s   from a group's last token to the learner's reading it, in the median
 
 What is not in a run's files is not invented: swaps, faults and crashes are 0. Times of a machine that learner and
@@ -17,6 +20,8 @@ actors share hold for that share: another N shifts who waits for whom, and with 
 
 from __future__ import annotations
 
+import bisect
+import collections
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,7 +72,7 @@ def calibrate(run_dir: Path) -> tuple[Config, Inputs]:
         publish_s=_publish_s(rows, steady, config.weights.publish_every_updates),
         swap_s=0.0,
         swap_pause_s=0.0,
-        dispatch_s=_dispatch_s(steady),
+        dispatch_s=_dispatch_s(rows[WARM_UP:], steady),
         handover_s=statistics.median(_handovers(steady)),
         zero_variance_share=statistics.fmean(row.get("zero_variance_share", 0.0) for row in rows),
     )
@@ -97,21 +102,32 @@ def _episodes(row: ArchivedGroup, turn_delay_s: str) -> Iterator[_Episode]:
 
 def _publish_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup], every_updates: int) -> float:
     """Takes a version to be of `every_updates` updates more than the one before: exact on a run without rollbacks."""
-    first_token: dict[int, float] = {}
+    began: dict[int, float] = {}  # first episode of each version
+    went_over: dict[int, list[float]] = collections.defaultdict(list)  # episodes under way, to each version
     for row in groups:
         for trajectory in row.group.trajectories:
-            version = int(trajectory.policy_versions[trajectory.loss_mask.astype(bool)].min(initial=2**31 - 1))
+            versions = trajectory.policy_versions[trajectory.loss_mask.astype(bool)]
             start = trajectory.sampling_started_at
-            first_token[version] = min(first_token.get(version, start), start)
-    ends = {row["step"]: row["time"] for row in rows}
-    made = {version: ends[version * every_updates] for version in first_token if version * every_updates in ends}
-    delays = [max(first_token[version] - end, 0.0) for version, end in made.items()]
+            seconds = trajectory.sampling_ended_at - start
+            for version in np.unique(versions)[:1].tolist():
+                began[version] = min(began.get(version, start), start)
+            for version in np.unique(versions)[1:].tolist():
+                went_over[version].append(start + float(np.mean(versions < version)) * seconds)
+    ends = {row["step"] // every_updates: row["time"] for row in rows if row["step"] % every_updates == 0}
+    known = [statistics.median(times) - ends[version] for version, times in went_over.items() if version in ends]
+    if known:
+        return max(statistics.median(known), 0.0)
+    delays = [max(start - ends[version], 0.0) for version, start in began.items() if version in ends]
     return float(np.quantile(delays, 0.1)) if delays else 0.0
 
 
-def _dispatch_s(groups: Sequence[ArchivedGroup]) -> float:
-    delays = [min(t.sampling_started_at for t in row.group.trajectories) - row.group.ticket.issued_at for row in groups]
-    return max(float(np.quantile(delays, 0.1)), 0.0)
+def _dispatch_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup]) -> float:
+    issued = sorted(row.group.ticket.issued_at for row in groups)
+    looks = [
+        issued[after] - row["time"] for row in rows if (after := bisect.bisect_left(issued, row["time"])) < len(issued)
+    ]
+    starts = [min(t.sampling_started_at for t in row.group.trajectories) - row.group.ticket.issued_at for row in groups]
+    return float(np.quantile(looks, 0.25) if looks else 0.0) + max(float(np.quantile(starts, 0.1)), 0.0)
 
 
 def _handovers(groups: Sequence[ArchivedGroup]) -> list[float]:

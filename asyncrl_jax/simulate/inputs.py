@@ -26,7 +26,9 @@ class Inputs:
     publish_s: float = setting(5.0, "from an update's end until its version is announced, in s")
     swap_s: float = setting(5.0, "from a version's announcement until actors sample with it, in s")
     swap_pause_s: float = setting(0.5, "sampling that stands still for one swap, in s; 0 if episode_s has it in")
-    dispatch_s: float = setting(0.05, "from the claim of a ticket until its first token, in s")
+    dispatch_s: float = setting(
+        0.05, "from when a ticket can be issued until its first token, where a slot is free, in s"
+    )
     handover_s: float = setting(0.2, "from a group's last token until the learner has it, in s")
     slow_share: float = setting(0.0, "share of actors that are slow")
     slow_factor: float = setting(3.0, "times as long as on others an episode takes on a slow actor")

@@ -60,7 +60,7 @@ def run(replay_ratio: int, pool_groups: int, seed: int = 0) -> tuple[list[Batch]
             pool.add(source.group(update))
         pooled = pool.all()
         moment = Moment(
-            WEIGHTS,
+            lambda: WEIGHTS,
             lag=lambda p, u=update: u - p.versions[0],
             last_chance=lambda p, u=update: u + 1 - p.versions[0] > BOUND,
             seed=update,

@@ -13,7 +13,7 @@ from asyncrl_jax.simulate.simulation import simulate
 from asyncrl_jax.transport.archive import ArchivedGroup, read_groups, write_groups
 from asyncrl_jax.types import FinishReason, Group, Task, Ticket, Trajectory
 
-UPDATES, UPDATE_S, EPISODE_S, PUBLISH_S, DISPATCH_S, HANDOVER_S = 20, 2.0, 0.75, 0.5, 0.25, 0.125
+UPDATES, UPDATE_S, EPISODE_S, PUBLISH_S, LOOK_S, START_S, HANDOVER_S = 20, 2.0, 0.75, 0.5, 0.375, 0.125, 0.125
 
 
 def trajectory(version, start):
@@ -34,7 +34,7 @@ def trajectory(version, start):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run of known times: update u ends at 100 + 2 u, and v_u samples 0.5 s later."""
+    """A run of known times: update u ends at 100 + 2 u, a ticket follows 0.375 s later, and v_u samples 0.5 s later."""
     config = override(Config(), {"learner.groups_per_update": 1, "learner.group_size": 2, "learner.num_updates": 20})
     write_config(tmp_path / "config.json", config)
     (tmp_path / "metrics").mkdir()
@@ -45,7 +45,7 @@ def run_dir(tmp_path):
     for update in range(UPDATES):
         start = 100.0 + 2 * update + PUBLISH_S
         task = Task("arithmetic", "train", 1 + update % 3, update)
-        ticket = Ticket(f"1-{update}", task, 2, 0, 0, 4, 1.0, 1, issued_at=start - DISPATCH_S)
+        ticket = Ticket(f"1-{update}", task, 2, 0, 0, 4, 1.0, 1, issued_at=start - START_S)
         group = Group(ticket, (trajectory(update, start), trajectory(update, start)), "actor-0")
         groups.append(ArchivedGroup(group, start + EPISODE_S + HANDOVER_S, 300.0, 0, (update,)))
     write_groups(tmp_path / "archive" / "groups-000-00000020.avro", groups)
@@ -60,9 +60,24 @@ def test_the_times_of_a_run_are_read_back(run_dir):
         assert set(np.round(inputs.law("episode_s", level).numbers, 3)) == {EPISODE_S}
         assert set(inputs.law("episode_tokens", level).numbers) == {3.0}
     assert inputs.publish_s == pytest.approx(PUBLISH_S, abs=1e-3)
-    assert inputs.dispatch_s == pytest.approx(DISPATCH_S, abs=1e-3)
+    assert inputs.dispatch_s == pytest.approx(LOOK_S + START_S, abs=1e-3)
     assert inputs.handover_s == pytest.approx(HANDOVER_S, abs=1e-3)
     assert inputs.zero_variance_share == 0.5
+
+
+def test_an_episode_under_way_tells_when_it_went_over_to_a_version(run_dir):
+    """Also where no episode began as soon as it could: a first token comes 0.9 s later than the version here."""
+    (path,) = (run_dir / "archive").glob("groups-*.avro")
+    rows = []
+    for row in read_groups(path):
+        (update,) = row.updates
+        arrived = 100.0 + 2 * update + PUBLISH_S
+        late, crossing = trajectory(update, arrived + 0.9), trajectory(update, arrived - EPISODE_S * 2 / 3)
+        crossing.policy_versions[1:3] = max(update - 1, 0)  # two tokens of three
+        rows.append(dataclasses.replace(row, group=dataclasses.replace(row.group, trajectories=(late, crossing))))
+    write_groups(path, rows)
+    _, inputs = calibrate(run_dir)
+    assert inputs.publish_s == pytest.approx(PUBLISH_S, abs=1e-3)
 
 
 def test_a_version_is_of_as_many_updates_as_are_published_together(run_dir):
