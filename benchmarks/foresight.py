@@ -8,9 +8,9 @@ sync), 2 and 8, and for a delay twice as long. Each answer stands beside the rea
 update's end to the last's, mean lag of trained tokens, busy shares of the learner and of the slots. N = 4 itself is
 there too: what calibration alone misses.
 
-Learner and actor share a machine here, and a setting that lets one wait less makes the other slower, which no
-calibration at another setting can know. One JSON line last: (foreseen, real) of each, and `worst`, the largest relative
-error (of shares: difference) over all but N = 4.
+Learner and actor share a machine here, and a setting that lets one wait less makes the other slower; calibration knows
+how much slower an update is beside episodes, and not how much slower these are. One JSON line last: (foreseen, real) of
+each, and `worst`, the largest relative error over all but N = 4.
 """
 
 from __future__ import annotations
@@ -98,12 +98,10 @@ def foreseen(config: Config, inputs: Inputs) -> Figures:
 
 
 def error(expected: Figures, seen: Figures) -> dict[str, float]:
-    """Errors of wall-clock and lag relative to the real ones; differences of shares."""
+    """Each relative to what was real."""
     return {
-        "wall_s": abs(expected.wall_s / seen.wall_s - 1),
-        "lag_mean": abs(expected.lag_mean - seen.lag_mean) / max(seen.lag_mean, 1e-9),
-        "learner_busy": abs(expected.learner_busy - seen.learner_busy),
-        "slots_busy": abs(expected.slots_busy - seen.slots_busy),
+        name: abs(foretold - value) / max(value, 1e-9)
+        for name, foretold, value in zip(Figures._fields, expected, seen, strict=True)
     }
 
 

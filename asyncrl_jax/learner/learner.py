@@ -98,6 +98,7 @@ class Learner:
         self.settled: set[str] = set()  # tickets settled by a checkpoint that is no more, trained on once again
         self.cut: set[str] = set()  # tickets whose late members were given up
         self.starved_s = 0.0  # the last update's wait for a pool with enough groups
+        self.publish_wait_s = 0.0  # of this update, for the version before
         self.lag_worth = LagWorth()
         self.pace = Pace()
         self.steering = Steering(redis, keys)
@@ -237,7 +238,9 @@ class Learner:
 
     def publish(self, wait: bool = False) -> None:
         """Publishes the current weights unless they already are the newest version of this line."""
+        started = time.monotonic()
         self.hear_publisher(wait=True)
+        self.publish_wait_s = time.monotonic() - started
         newest = self.version
         if newest is None or (newest.line, newest.update) != (self.line, self.update):
             self.publisher.start(
@@ -378,7 +381,10 @@ class Learner:
             **self.intake.next_update().means(),
             "wait_s": wait_s,
             "step_s": step_s,
+            "publish_s": self.publisher.seconds,
+            "publish_wait_s": self.publish_wait_s,
         }
+        self.publish_wait_s = 0.0
         self._watch_balance(row)
         self.vitals.show(row)
         self.metrics.write(self.update, row)

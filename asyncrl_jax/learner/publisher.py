@@ -29,6 +29,7 @@ class Publisher:
         self._directory = directory
         far = "://" in directory  # there bytes cost time; on a local disk a delta is no faster than the whole
         self._writer = VersionWriter(directory, deltas=config.deltas == "always" or (config.deltas == "auto" and far))
+        self.seconds = 0.0  # from the start of the newest announced version's publication to its announcement
         self._config = config
         self._control = control
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -69,9 +70,11 @@ class Publisher:
         update: int,
         canary: Canary,
     ) -> WeightVersion:
+        started = time.monotonic()
         version = self._writer.publish(params, number=number, parent=parent, line=line, update=update, canary=canary)
         version = dataclasses.replace(version, announced_at=time.time())
         self._control.announce(version)
+        self.seconds = time.monotonic() - started
         protected = self._control.leased() | {request.version for request in self._control.pending_evaluations()}
         removed = retain(self._directory, self._config.keep_versions, protected)
         if removed:

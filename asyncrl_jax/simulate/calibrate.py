@@ -1,7 +1,9 @@
 """A real run's times as the inputs of a simulation.
 
     input        measured from
-    update_s     `step_s` of every update but the first ones, which compile
+    update_s     `step_s` of every update but the first ones, which compile, without waiting for the version before;
+                 two laws, for an actor on the learner's machine: of the fifth of the updates with the fewest episodes
+                 beside them, and of the rest
     episode_s    start and end of every archived trajectory, tools and waits for a slot's turn included, without what
                  environment.turn_delay_s added, which is drawn anew
     turns        of every archived trajectory
@@ -9,13 +11,13 @@
     publish_s    from an update's end until its version sampled, in the median over versions: where an episode went
                  over to it, at the share of its time that the older version's tokens are of all, as the simulation
                  lays them. Where none did, the first token of an episode that began with it, in the 10th percentile.
-                 Publishing, reading and swapping together, so swap_s is 0
+                 Of that, `publish_s` of the learner's metrics until it was announced, and the rest is swap_s
     dispatch_s   from an update's end until the next ticket's issue, in the lower quartile, and from there to its first
                  token, where a slot was free: the 10th percentile
     handover_s   from a group's last token to the learner's reading it, in the median
 
-What is not in a run's files is not invented: swaps, faults and crashes are 0. Times of a machine that learner and
-actors share hold for that share: another N shifts who waits for whom, and with it how fast each is.
+What is not in a run's files is not invented: faults and crashes are 0. Episodes' times on a machine that learner and
+actors share hold for that share: another N shifts who waits for whom, and with it how fast they are.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from asyncrl_jax.transport.archive import ArchivedGroup, read_groups
 
 WARM_UP = 5  # first updates that are left out: they compile
 _LEAST_UPDATES = 10
+_QUIET = 0.2  # share of the updates that count as having few episodes beside them
 
 
 def calibrate(run_dir: Path) -> tuple[Config, Inputs]:
@@ -63,14 +66,18 @@ def calibrate(run_dir: Path) -> tuple[Config, Inputs]:
         seconds.append(str(measured([one.seconds for one in known])))
         turns.append(str(measured([one.turns for one in known])))
         tokens.append(str(measured([one.tokens for one in known])))
+    load, update_s = _update_s(rows[WARM_UP:], archived)
+    arrival_s = _arrival_s(rows, steady, config.weights.publish_every_updates)
+    publish_s = min(statistics.median(row.get("publish_s", arrival_s) for row in rows[WARM_UP:]), arrival_s)
     return config, Inputs(
         duration_s=0.0,
         episode_s=";".join(seconds),
         turns=";".join(turns),
         episode_tokens=";".join(tokens),
-        update_s=str(measured([row["step_s"] for row in rows[WARM_UP:]])),
-        publish_s=_publish_s(rows, steady, config.weights.publish_every_updates),
-        swap_s=0.0,
+        update_s=update_s,
+        update_load=load,
+        publish_s=publish_s,
+        swap_s=arrival_s - publish_s,
         swap_pause_s=0.0,
         dispatch_s=_dispatch_s(rows[WARM_UP:], steady),
         handover_s=statistics.median(_handovers(steady)),
@@ -100,7 +107,24 @@ def _episodes(row: ArchivedGroup, turn_delay_s: str) -> Iterator[_Episode]:
         )
 
 
-def _publish_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup], every_updates: int) -> float:
+def _update_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup]) -> tuple[str, str]:
+    """(loads, laws), see `Inputs.update_load`. One law where all updates had the same beside them."""
+    spans = np.asarray([(t.sampling_started_at, t.sampling_ended_at) for row in groups for t in row.group.trajectories])
+    starts, ends = spans[:, 0], spans[:, 1]
+    seconds = np.asarray([row["step_s"] - row.get("publish_wait_s", 0.0) for row in rows])
+    loads = np.zeros(len(rows))
+    for index, row in enumerate(rows):
+        begin, end = row["time"] - row["step_s"], row["time"]
+        loads[index] = np.clip(np.minimum(ends, end) - np.maximum(starts, begin), 0.0, None).sum() / (end - begin)
+    above = loads[loads > np.quantile(loads, _QUIET, method="lower")]
+    if not above.size:
+        return "0", str(measured(seconds.tolist()))
+    edge = float(above.min())
+    quiet, rest = (str(measured(seconds[chosen].tolist())) for chosen in (loads < edge, loads >= edge))
+    return f"0;{edge!r}", f"{quiet};{rest}"
+
+
+def _arrival_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup], every_updates: int) -> float:
     """Takes a version to be of `every_updates` updates more than the one before: exact on a run without rollbacks."""
     began: dict[int, float] = {}  # first episode of each version
     went_over: dict[int, list[float]] = collections.defaultdict(list)  # episodes under way, to each version

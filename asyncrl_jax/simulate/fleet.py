@@ -273,6 +273,15 @@ class Fleet:
         self._rebuild(actor, now)
         self.ready.append((index, actor.stamp))
 
+    def under_way(self, begin: float, end: float) -> float:
+        """Episodes that are claimed already and under way between two moments, on average. Cost: O(their number)."""
+        seconds = sum(
+            max(min(end, stop) - max(begin, start), 0.0)
+            for flight in self.running()
+            for start, stop in zip(flight.starts, flight.ends, strict=True)
+        )
+        return seconds / max(end - begin, 1e-9)
+
     def running(self) -> list[Flight]:
         """All groups under way."""
         return [flight for actor in self._actors for flight in actor.flights.values()]

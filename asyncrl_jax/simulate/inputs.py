@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -22,7 +24,10 @@ class Inputs:
         "constant:1", "law of an episode's turns, to each of which environment.turn_delay_s is added; by level with ;"
     )
     episode_tokens: str = setting("lognormal:1500:0.7", "law of the tokens one episode samples; by level with ;")
-    update_s: str = setting("lognormal:40:0.1", "law of one optimizer update, in s")
+    update_s: str = setting("lognormal:40:0.1", "law of one optimizer update, in s; by load with ;")
+    update_load: str = setting(
+        "0", "episodes under way during an update from which each law of update_s holds, rising from 0; with ;"
+    )
     publish_s: float = setting(5.0, "from an update's end until its version is announced, in s")
     swap_s: float = setting(5.0, "from a version's announcement until actors sample with it, in s")
     swap_pause_s: float = setting(0.5, "sampling that stands still for one swap, in s; 0 if episode_s has it in")
@@ -44,8 +49,8 @@ class Inputs:
     def __post_init__(self) -> None:
         for name in ("episode_s", "turns", "episode_tokens", "update_s"):
             self._laws(name)
-        if len(self._laws("update_s")) != 1:
-            raise ValueError(f"--simulate.update_s={self.update_s}: one law, updates have no level")
+        if len(self._laws("update_s")) != len(self.update_loads):
+            raise ValueError(f"--simulate.update_s={self.update_s}: one law for each of update_load={self.update_load}")
         for name in ("slow_share", "episode_fault_share", "zero_variance_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--simulate.{name}={getattr(self, name)}: between 0 and 1")
@@ -55,6 +60,17 @@ class Inputs:
                 raise ValueError(f"--simulate.{field.name}={value}: finite and at least 0")
         if self.slow_factor == 0:
             raise ValueError("--simulate.slow_factor=0.0: more than 0")
+
+    @property
+    def update_loads(self) -> tuple[float, ...]:
+        """Episodes under way from which each law of `update_s` holds."""
+        try:
+            loads = tuple(float(text) for text in self.update_load.split(";"))
+        except ValueError:
+            loads = ()
+        if not loads or loads[0] != 0 or any(not low < high < math.inf for low, high in itertools.pairwise(loads)):
+            raise ValueError(f"--simulate.update_load={self.update_load}: numbers that rise from 0, separated by ;")
+        return loads
 
     def _laws(self, name: str) -> tuple[Distribution, ...]:
         try:
@@ -82,6 +98,7 @@ class Draws:
 
     def __init__(self, inputs: Inputs, seed: int, group_size: int, turn_delay_s: str = ""):
         self._inputs = inputs
+        self._loads = inputs.update_loads
         self._seed = seed
         self._size = group_size
         self._turn_delay = parse(turn_delay_s) if turn_delay_s else None
@@ -91,9 +108,16 @@ class Draws:
         """(seconds, tokens) of every member of a ticket's group."""
         return self._row("episode_s", ticket, level, self._size), self._row("episode_tokens", ticket, level, self._size)
 
-    def update_s(self, update: int) -> float:
-        """Seconds of the update that follows `update` updates."""
-        return self._row("update_s", update, 1, 1)[0]
+    def update_s(self, update: int, load: Callable[[float], float]) -> float:
+        """Seconds of the update that follows `update` updates.
+
+        Args:
+          load: episodes under way in so many seconds from now, on average.
+        """
+        seconds = self._row("update_s", update, 1, 1)[0]
+        if len(self._loads) == 1:
+            return seconds
+        return self._row("update_s", update, bisect.bisect_right(self._loads, load(seconds)), 1)[0]
 
     def chances(self, purpose: int, number: int) -> Callable[[], float]:
         """Uniform numbers in [0, 1) of their own for rare things: faults of a ticket, crashes of an actor."""

@@ -20,7 +20,7 @@ Cost: O(events × log events). A group makes two or three events whatever its me
 with groups and not with actors × time; a member costs O(log slots).
 
 Left out: evaluations, breakers of single actors (no actor reports on itself), a pause in the middle of an episode of an
-actor that falls behind (it is paused at its next claim), and any machine that actors and learner share.
+actor that falls behind (it is paused at its next claim), and what the learner takes from actors on its machine.
 """
 
 from __future__ import annotations
@@ -335,7 +335,8 @@ class Simulation:
         self.trainer.begin(self.update)
         if self._lag.straggler_lead_updates and self._inputs.deadlines:
             self._give_up(due_by=self.update + self._lag.straggler_lead_updates)
-        ends = self.now + max(self._draws.update_s(self.update), 1e-6)
+        seconds = self._draws.update_s(self.update, lambda ahead_s: self.fleet.under_way(self.now, self.now + ahead_s))
+        ends = self.now + max(seconds, 1e-6)
         if (self.update + 1) % self._config.weights.publish_every_updates == 0:
             ends = max(ends, self.versions.announced_at)  # the version before is announced first
         self._at(ends, "updated", (self.now, wait_s, starved_s))

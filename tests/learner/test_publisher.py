@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from asyncrl_jax.config import WeightsConfig
 from asyncrl_jax.learner.publisher import Publisher
 from asyncrl_jax.learner.trainer import Trainer
 from asyncrl_jax.models.hf_names import to_tensors
-from asyncrl_jax.types import EvaluationRequest
+from asyncrl_jax.types import EvaluationRequest, WeightVersion
 from asyncrl_jax.weights.manifest import Canary, WeightsMismatch, content_digest
 from asyncrl_jax.weights.publish import committed, publish
 from asyncrl_jax.weights.read import describe, read, read_manifest
@@ -56,6 +57,25 @@ def test_wgt_01_a_version_is_announced_once_committed_and_retired_only_when_nobo
     assert control.on_disk[5:] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 4, 5, 6]]  # old ones go after the announcement
     assert committed(tmp_path) == [0, 1, 2, 5, 6]
     publisher.close()
+
+
+def test_publishing_is_timed_up_to_the_announcement(tmp_path, monkeypatch):
+    now = [0.0]
+
+    def takes(seconds):
+        return lambda *_args, **_kwargs: now.__setitem__(0, now[0] + seconds)
+
+    control = Announcements(tmp_path, leased=set(), evaluated=[])
+    written = WeightVersion(0, None, 0, 0, "0" * 32)
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1.0)
+    monkeypatch.setattr("asyncrl_jax.learner.publisher.time", clock)
+    monkeypatch.setattr("asyncrl_jax.learner.publisher.retain", takes(10.0))
+    monkeypatch.setattr(control, "announce", takes(0.5))
+    publisher = Publisher(str(tmp_path), WeightsConfig(), control)
+    monkeypatch.setattr(publisher._writer, "publish", lambda *_args, **_kwargs: takes(2.0)() or written)
+    publisher.start({}, number=0, parent=None, line=0, update=0, canary=None)
+    publisher.close()
+    assert publisher.seconds == 2.5
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,31 @@ def test_an_episode_under_way_tells_when_it_went_over_to_a_version(run_dir):
     assert inputs.publish_s == pytest.approx(PUBLISH_S, abs=1e-3)
 
 
+def change_rows(run_dir, change):
+    path = run_dir / "metrics" / "learner.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | change(row)) + "\n" for row in rows))
+
+
+def test_what_the_learner_says_of_publishing_is_told_from_what_actors_make_of_it(run_dir):
+    change_rows(run_dir, lambda row: {"publish_s": 0.125, "publish_wait_s": 0.25})
+    _, inputs = calibrate(run_dir)
+    assert inputs.publish_s == 0.125
+    assert inputs.publish_s + inputs.swap_s == pytest.approx(PUBLISH_S, abs=1e-3)
+    assert set(parse(inputs.update_s).numbers) == {UPDATE_S - 0.25}  # an update waits for the version before by itself
+
+
+def test_updates_with_few_episodes_beside_them_have_a_law_of_their_own(run_dir):
+    """Every update but four has two episodes of 0.75 s beside it, and takes longer."""
+    (path,) = (run_dir / "archive").glob("groups-*.avro")
+    alone = (8, 11, 14, 17)
+    write_groups(path, [row for row in read_groups(path) if row.updates[0] + 1 not in alone])
+    change_rows(run_dir, lambda row: {"step_s": 1.0 if row["step"] in alone else UPDATE_S})
+    _, inputs = calibrate(run_dir)
+    assert [set(inputs.law("update_s", level).numbers) for level in (1, 2)] == [{1.0}, {UPDATE_S}]
+    assert inputs.update_loads == (0.0, pytest.approx(2 * EPISODE_S / UPDATE_S))
+
+
 def test_a_version_is_of_as_many_updates_as_are_published_together(run_dir):
     """Taken for one update each, versions seem to come later and later: by 2 s each here."""
     config = read_config(run_dir / "config.json")

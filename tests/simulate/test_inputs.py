@@ -39,7 +39,14 @@ def test_a_law_that_is_none_is_refused_with_its_flag(text, what):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"slow_share": 1.5}, {"publish_s": -1.0}, {"slow_factor": 0.0}, {"update_s": "constant:1;constant:2"}]
+    "wrong",
+    [
+        {"slow_share": 1.5},
+        {"publish_s": -1.0},
+        {"slow_factor": 0.0},
+        {"update_s": "constant:1;constant:2"},  # one load
+        *({"update_load": text, "update_s": "constant:1;constant:2"} for text in ("1;2", "0;x", "0;0", "0;inf", "")),
+    ],
 )
 def test_a_setting_out_of_range_is_refused_with_its_flag(wrong):
     with pytest.raises(ValueError, match=f"--simulate.{next(iter(wrong))}="):
@@ -62,3 +69,11 @@ def test_the_environments_delay_is_added_for_every_turn():
     assert Draws(inputs, 0, 2, "constant:0.5").episodes(0, 2)[0] == [6.5, 6.5]
     drawn = [Draws(inputs, 0, 2, "exponential:2").episodes(ticket, 2)[0][0] for ticket in range(1000)]
     assert np.mean(drawn) == pytest.approx(5 + 3 * 2, rel=0.05)
+
+
+def test_an_updates_law_is_that_of_what_is_under_way_beside_it():
+    draws = Draws(Inputs(update_s="constant:3;constant:4;constant:5", update_load="0;10;20.5"), 0, 1)
+    assert [draws.update_s(0, lambda _, load=load: load) for load in (0.0, 9.9, 10.0, 20.4, 21.0)] == [3, 3, 4, 4, 5]
+    asked = []
+    draws.update_s(7, lambda seconds: asked.append(seconds) or 0.0)
+    assert asked == [3]  # how far ahead it looks: what an undisturbed update takes

@@ -140,6 +140,14 @@ def events(actors):
     return simulate(config, QUICK).events
 
 
+def test_updates_beside_episodes_take_longer_where_the_machine_is_shared():
+    shared = dataclasses.replace(QUICK, update_s="constant:1;constant:3", update_load="0;0.5")
+    alone = simulate(config_of(mode="sync"), shared)
+    assert alone.learner_busy * alone.wall_s == pytest.approx(30)
+    beside = simulate(config_of(), shared)
+    assert 30 < beside.learner_busy * beside.wall_s <= 90
+
+
 def test_events_grow_with_groups_and_at_most_linearly():
     small, large = events(50), events(400)
     assert large <= 8 * small * 1.1
