@@ -15,16 +15,14 @@ from asyncrl_jax.models.hf import load_params
 from asyncrl_jax.models.hf_names import from_tensors, to_tensors
 from asyncrl_jax.models.transformer import Params
 from asyncrl_jax.types import WeightVersion
-from asyncrl_jax.weights.manifest import Canary
 from asyncrl_jax.weights.publish import committed, publish
 from asyncrl_jax.weights.read import describe, read
 
-from .canary import canary_logprobs
+from .canary import candidate_rows, make_canary
 from .checkpoint import Checkpoints
 from .state import create_state
 
 NEWEST = -1
-CANARY_SHAPE = (4, 24)  # rows, tokens
 
 
 def read_weights(source: Path, *, version: int = NEWEST, checkpoint: int | None = None) -> tuple[ModelConfig, Params]:
@@ -73,10 +71,8 @@ def _of_checkpoint(config: Config, directory: Path, step: int) -> Params:
 
 def publish_weights(directory: Path, model: ModelConfig, params: Params, number: int = 0) -> WeightVersion:
     """Publishes weights as a version without a parent, with a canary, as a learner does."""
-    rows, length = CANARY_SHAPE
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (rows, length), dtype=np.int32)
     config = dataclasses.replace(Config(), model=model)
-    canary = Canary(tokens, canary_logprobs(config, params, tokens))
+    canary = make_canary(config, params, candidate_rows(0, model.vocab_size, model.max_positions))
     tensors = to_tensors(model, {name: np.asarray(value) for name, value in params.items()})
     directory.mkdir(parents=True, exist_ok=True)
     return publish(directory, tensors, number=number, parent=None, line=0, update=0, canary=canary)

@@ -26,7 +26,7 @@ from asyncrl_jax.types import Group
 from asyncrl_jax.weights.manifest import Canary, Leaf, leaves_digest
 
 from .batch_plan import BatchPlan, plan_update
-from .canary import canary_logprobs
+from .canary import candidate_rows, make_canary
 from .checkpoint import Checkpoints
 from .credit import assign_credit
 from .distill import load_teachers
@@ -38,7 +38,6 @@ from .warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
-CANARY_SHAPE = (4, 24)  # rows, tokens; at most environment.max_tokens
 TAUGHT_NOTHING_UPDATES = 10  # in a row without any advantage, until it is said
 
 
@@ -81,10 +80,8 @@ class Trainer:
         self.lr_scale = 1.0  # factor on the learning rate of the updates to come
         self.warm_start_step = 0
         self.warm_start_accuracy = 0.0
-        rows, length = CANARY_SHAPE
-        self._canary_tokens = np.random.default_rng(derive_seed(config.seed, "canary")).integers(
-            0, config.model.vocab_size, (rows, min(length, config.environment.max_tokens)), dtype=np.int32
-        )
+        seed = derive_seed(config.seed, "canary")
+        self._canary_rows = candidate_rows(seed, config.model.vocab_size, config.environment.max_tokens)
 
     def _tell(self, call: str, **arguments: Any) -> None:
         if self._orders is not None:
@@ -236,13 +233,13 @@ class Trainer:
         return leaves_digest(tuple(Leaf.of(name, weights[name]) for name in sorted(weights)))
 
     def canary(self) -> Canary:
-        """Fixed rows with their log-probs under the current weights, rounded as they are published."""
+        """Rows with their log-probs under the current weights, rounded as they are published."""
         self._tell("canary")
         params = self._state.params
         if self._config.weights.publish_dtype != "float32":
             dtype = jnp.dtype(self._config.weights.publish_dtype)
             params = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(leaf.dtype), params)
-        return Canary(self._canary_tokens, canary_logprobs(self._config, params, self._canary_tokens))
+        return make_canary(self._config, params, self._canary_rows)
 
     @property
     def state(self) -> TrainState:

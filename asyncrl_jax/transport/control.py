@@ -18,10 +18,12 @@ import redis
 
 from asyncrl_jax.transport import fencing, scripts
 from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.repeats import Repeats
 from asyncrl_jax.transport.steering import Steering, parse
 from asyncrl_jax.types import Decision, EvaluationRequest, EvaluationResult, LearnerState, Line, WeightVersion
 
 _log = logging.getLogger(__name__)
+_log.addFilter(Repeats())  # what is wrong there stays wrong until somebody mends it
 _T = TypeVar("_T")
 _hints: Any = functools.cache(typing.get_type_hints)
 

@@ -18,9 +18,11 @@ import redis
 from asyncrl_jax.transport import fencing, scripts
 from asyncrl_jax.transport.codec import InvalidGroup, decode_ticket, encode_ticket
 from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.repeats import Repeats
 from asyncrl_jax.types import Outcome, Ticket
 
 _log = logging.getLogger(__name__)
+_log.addFilter(Repeats())  # what is wrong there stays wrong until somebody mends it
 ROLLED_BACK = "rolled_back"  # reason of the one outcome that may follow another: a rollback undid the training
 _COUNT = re.compile(rb"-?[0-9]{1,18}")
 _CHUNK = 256  # tickets in one script call; a script blocks the server while it runs

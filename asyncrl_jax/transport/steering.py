@@ -25,9 +25,11 @@ import redis
 from asyncrl_jax.transport import fencing
 from asyncrl_jax.transport.fencing import Fence
 from asyncrl_jax.transport.keys import Keys
+from asyncrl_jax.transport.repeats import Repeats
 from asyncrl_jax.types import Decision
 
 _log = logging.getLogger(__name__)
+_log.addFilter(Repeats())  # what is wrong there stays wrong until somebody mends it
 
 # Statistics, not data: without an orchestrator to fold them the oldest are dropped.
 MOST_OBSERVATIONS = 20_000

@@ -178,6 +178,25 @@ def test_a_serving_program_that_lies_is_refused(monkeypatch, fault):
     assert caught.value.reason == "continuation"
 
 
+def test_a_version_that_is_tried_again_is_proven_with_other_samples(monkeypatch):
+    """A tie in a router refuses good weights by chance; it must not refuse them at every try."""
+    engine, sampled = make_engine(), []
+    decode = engine._programs.decode
+
+    def spied(*args, **kwargs):
+        answer = decode(*args, **kwargs)
+        sampled[-1].append(np.asarray(answer[0].tokens_NR).copy())
+        return answer
+
+    monkeypatch.setattr(engine, "_programs", engine._programs._replace(decode=spied))
+    for _ in range(2):
+        sampled.append([])
+        asyncio.run(load(engine, 1))
+    first, second = sampled
+    assert first
+    assert any(not np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize("fault", ["", "temperature", "weights"])
 def test_a_proof_of_an_engine_whose_sequences_hardly_hold_the_canary(monkeypatch, fault):
     """14 tokens: the continuation goes on from 10 of the canary's 12, and takes a pass of its own."""

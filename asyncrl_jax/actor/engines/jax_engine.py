@@ -90,6 +90,7 @@ class JaxEngine:
         self._cache: KVCache | None = None
         self._stop_BV: jax.Array | None = None
         self._version: int | None = None
+        self._num_proofs = 0
         self._paused = False
         self._wake = asyncio.Event()
         self._between = asyncio.Lock()  # held while the device works for `run`
@@ -295,7 +296,16 @@ class JaxEngine:
 
     def _prove(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> tuple[Params, KVCache]:
         """See `prove`. After the first one every shape is compiled."""
-        params, cache = prove(self._config, self._programs, self._shapes, manifest, tensors, self._canary_tolerance)
+        self._num_proofs += 1
+        params, cache = prove(
+            self._config,
+            self._programs,
+            self._shapes,
+            manifest,
+            tensors,
+            tolerance=self._canary_tolerance,
+            attempt=self._num_proofs,
+        )
         if self._version is None:
             cache = warm_up(self._programs, self._shapes, params, cache, self._config.vocab_size)
         return params, cache

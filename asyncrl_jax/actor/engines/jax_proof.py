@@ -20,6 +20,7 @@ from asyncrl_jax.actor.engines.jax_programs import Programs, Shapes, on_device
 from asyncrl_jax.actor.engines.jax_slots import Slots
 from asyncrl_jax.config import ModelConfig
 from asyncrl_jax.models import KVCache, Params, from_tensors, init_cache
+from asyncrl_jax.seeds import derive_seed
 from asyncrl_jax.weights.manifest import Manifest, WeightsMismatch, check_canary
 
 _TEMPERATURE = 0.7  # not 1, so that a temperature applied twice or never shows
@@ -33,6 +34,7 @@ def prove(
     manifest: Manifest,
     tensors: Mapping[str, np.ndarray],
     tolerance: float,
+    attempt: int,
 ) -> tuple[Params, KVCache]:
     """The weights on the device, proven, and a cache of the engine's shape whose contents mean nothing.
 
@@ -43,6 +45,8 @@ def prove(
       manifest: of the version.
       tensors: its arrays by Hugging Face name.
       tolerance: largest log-prob difference, in nats.
+      attempt: another one samples other tokens. Where a router's choice is a tie but for the last bits, blocks and a
+        whole pass may choose differently, which says nothing against the weights.
 
     Raises:
       WeightsMismatch: with reason "leaves", "canary" or "continuation".
@@ -60,7 +64,7 @@ def prove(
 
     start = max(1, min(length, shapes.max_tokens - _NUM_TOKENS))
     prompts_RT = canary_RT[: shapes.num_slots, :start]
-    tokens_RT, reported, cache = _sample(config, programs, shapes, params, prompts_RT, padded_length - start)
+    tokens_RT, reported, cache = _sample(config, programs, shapes, params, prompts_RT, padded_length - start, attempt)
 
     def score(first: int, *rows: np.ndarray) -> np.ndarray:
         """Log-probs of these rows, the later ones over the earlier; from token `first` on at the other temperature."""
@@ -84,13 +88,19 @@ def prove(
 
 
 def _sample(
-    config: ModelConfig, programs: Programs, shapes: Shapes, params: Params, prompts_RT: np.ndarray, num_new: int
+    config: ModelConfig,
+    programs: Programs,
+    shapes: Shapes,
+    params: Params,
+    prompts_RT: np.ndarray,
+    num_new: int,
+    attempt: int,
 ) -> tuple[np.ndarray, np.ndarray, KVCache]:
     """(prompts and `num_new` sampled tokens, log-probs of the latter, cache)."""
     num_rows, start = prompts_RT.shape
     slots = Slots(shapes, config.vocab_size)
     for row, prompt in enumerate(prompts_RT):
-        slots.open(row, row, _TEMPERATURE)
+        slots.open(row, derive_seed(attempt, row), _TEMPERATURE)
         slots.begin(row, prompt, frozenset(), num_new)
     cache = init_cache(config, shapes.num_slots, shapes.max_tokens)
     stop_BV, first = on_device(slots.stop_BV), True

@@ -47,7 +47,7 @@ async def prove(backend: Backend, manifest: Manifest, *, tolerance: Tolerance, m
       manifest: of these weights.
       tolerance: of log-probs.
       max_tokens: of the engine's longest sequence.
-      attempt: a number that no other proof of this backend has.
+      attempt: a number that no other proof of this backend has; another one samples other tokens.
 
     Raises:
       WeightsMismatch: with reason "version", "canary" or "continuation".
@@ -63,7 +63,7 @@ async def prove(backend: Backend, manifest: Manifest, *, tolerance: Tolerance, m
         asyncio.gather(*(backend.score(f"{name}-canary-{i}", row) for i, row in enumerate(rows))),
         asyncio.gather(
             *(
-                _continue(backend, manifest, f"{name}-{i}", row[:start], length)
+                _continue(backend, manifest, f"{name}-{i}", row[:start], length, attempt)
                 for i, row in enumerate(rows[:_MAX_ROWS])
             )
         ),
@@ -82,7 +82,7 @@ async def prove(backend: Backend, manifest: Manifest, *, tolerance: Tolerance, m
 
 
 async def _continue(
-    backend: Backend, manifest: Manifest, name: str, prompt: tuple[int, ...], length: int
+    backend: Backend, manifest: Manifest, name: str, prompt: tuple[int, ...], length: int, seed: int
 ) -> np.ndarray:
     """Samples on from a row, has a prefill of the result confirm the log-probs, and returns how far each is off."""
     request = SamplingRequest(
@@ -90,7 +90,7 @@ async def _continue(
         prompt=prompt,
         max_tokens=length,
         temperature=_TEMPERATURE,
-        seed=manifest.number,
+        seed=seed,
         stop_tokens=(),
         num_top=1,
     )
