@@ -244,7 +244,7 @@ def base_weights(config: Config, operator: Mapping[str, Any]) -> dict[str, float
 def _actors(beats: Mapping[str, Mapping[str, Any]]) -> dict[str, breaker.Actor]:
     return {
         actor: breaker.Actor(
-            number(beat, "tokens_sampled"), not beat.get("paused_s") and number(beat, "generating") > 0
+            finite(beat.get("tokens_sampled")), not beat.get("paused_s") and finite(beat.get("generating")) > 0
         )
         for actor, beat in beats.items()
     }
@@ -466,9 +466,9 @@ def number(values: Mapping[str, Any], name: str, default: float = 0.0) -> float:
 
 def finite(value: Any, default: float = 0.0) -> float:
     """A finite number; the default for anything else."""
-    good = type(value) in _NUMBERS and abs(value) <= sys.float_info.max
-    return float(value) if good else default
+    return float(value) if type(value) in _NUMBERS and -_MOST <= value <= _MOST else default
 
 
 _NUMBERS = (float, int)  # exactly: True is none
+_MOST = sys.float_info.max
 _UPDATES = re.compile(r"[0-9]{1,9}")

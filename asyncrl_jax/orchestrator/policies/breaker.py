@@ -64,9 +64,9 @@ class Tally(NamedTuple):
         if len(records) == 1:
             total = cls(**records[0])
         else:
-            for record in records:
-                if not _TALLY_FIELDS.issuperset(record):
-                    raise ValueError(f"unknown fields in {record!r}")
+            given = set[str]().union(*records)
+            if not _TALLY_FIELDS.issuperset(given):
+                raise ValueError(f"unknown fields among {sorted(map(str, given))}")
             total = cls(
                 sum([record.get("successes", 0.0) for record in records]),
                 sum([record.get("seconds", 0.0) for record in records]),

@@ -59,10 +59,10 @@ class Sample:
         Raises:
           TypeError, ValueError: if a record is none, or the sum is not finite.
         """
-        for record in records:
-            if not _SAMPLE_FIELDS.issuperset(record):
-                raise ValueError(f"unknown fields in {record!r}")
-        sums = {name: sum([record.get(name, 0.0) for record in records]) for name in _SAMPLE_FIELDS}
+        given = set[str]().union(*records)
+        if not _SAMPLE_FIELDS.issuperset(given):
+            raise ValueError(f"unknown fields among {sorted(map(str, given))}")
+        sums = {name: sum([record.get(name, 0.0) for record in records]) for name in given}
         if not math.isfinite(sum(sums.values())):
             raise ValueError("a sum is not finite")
         return cls(**sums)
