@@ -27,6 +27,10 @@ NO_RECORDS = [
     {"buckets": {"a/1": {"episodes": math.nan}}},
     {"buckets": {"a/1": {"unknown": 1.0}}},
     {"buckets": {"a/1": None}},
+    {"buckets": {"a/1": []}},  # nothing in it, and no record either
+    {"buckets": {"a/1": ""}},
+    {"targets": {"actor:1": []}},
+    {"targets": {"actor:1": ""}},
     {"buckets": [1]},
     {"targets": {"actor:1": {"successes": math.inf}}},
     {"targets": {"actor:1": {"seconds": None}}},

@@ -62,7 +62,7 @@ class Sample:
         given = set[str]().union(*records)
         if not _SAMPLE_FIELDS.issuperset(given):
             raise ValueError(f"unknown fields among {sorted(map(str, given))}")
-        sums = {name: sum([record.get(name, 0.0) for record in records]) for name in given}
+        sums = {name: sum([record.get(name, 0.0) for record in records]) for name in given or _SAMPLE_FIELDS}
         if not math.isfinite(sum(sums.values())):
             raise ValueError("a sum is not finite")
         return cls(**sums)
