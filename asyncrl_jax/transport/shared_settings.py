@@ -2,7 +2,8 @@
 
 Roles of a cluster get their settings one by one. An orchestrator with another bound or other environments than the rest
 does not crash: it leads a run whose groups expire, or whose tasks nobody knows. So every role states what it was
-started with, and whoever starts with something else says so by name. Values of text may be secrets: digests are stored.
+started with, and whoever starts with something else says so by name. Text may be a secret: Redis holds digests, and the
+log no text.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SharedSettings:
         """
         own = _digests(config)
         lines = [
-            f"{', '.join(f'--config.{name}={_shown(config, name)}' for name in names)} here, and otherwise where the "
+            f"{', '.join(_shown(config, name) for name in names)} here, and otherwise where the "
             f"{other} was last started: start all roles of a run with the same settings"
             for other, names in self._differing(own).items()
         ]
@@ -80,5 +81,9 @@ def _digests(config: Config) -> dict[str, str]:
 
 
 def _shown(config: Config, name: str) -> str:
+    """As on the command line; of text the name alone."""
     value = to_json(config)[name]
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(one, str) for one in values):
+        return f"--config.{name}"
+    return f"--config.{name}={','.join(map(str, values))}"

@@ -37,6 +37,10 @@ def test_values_are_not_in_redis_and_garbage_there_is_no_statement(run):
     secret = {"environment.name": "gymnasium:Taxi-v3", "environment.arguments": '{"key": "s3cret"}'}
     shared.state("learner", override(Config(), secret))
     assert b"s3cret" not in run.client.hget(run.keys.settings, "learner")
+    shared.state("actor", Config())
+    (line,) = shared.state("learner", override(Config(), secret | {"environment.arguments": '{"key": "s3cret2"}'}))[-1:]
+    assert "--config.environment.arguments" in line
+    assert "s3cret" not in line
     for garbage in (b"\xff", b"[]", b"7", b'{"seed": [1, {}]}', b"[" * 2000):
         run.client.hset(run.keys.settings, b"\xfeactor", garbage)
         assert set(shared.differing(Config())) <= {"learner", "\ufffdactor"}
