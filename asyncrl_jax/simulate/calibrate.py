@@ -110,18 +110,28 @@ def _episodes(row: ArchivedGroup, turn_delay_s: str) -> Iterator[_Episode]:
 def _update_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup]) -> tuple[str, str]:
     """(loads, laws), see `Inputs.update_load`. One law where all updates had the same beside them."""
     spans = np.asarray([(t.sampling_started_at, t.sampling_ended_at) for row in groups for t in row.group.trajectories])
-    starts, ends = spans[:, 0], spans[:, 1]
+    origin = spans.min()  # small numbers, or the sums would lose the fractions
     seconds = np.asarray([row["step_s"] - row.get("publish_wait_s", 0.0) for row in rows])
-    loads = np.zeros(len(rows))
-    for index, row in enumerate(rows):
-        begin, end = row["time"] - row["step_s"], row["time"]
-        loads[index] = np.clip(np.minimum(ends, end) - np.maximum(starts, begin), 0.0, None).sum() / (end - begin)
+    ends = np.asarray([row["time"] for row in rows]) - origin
+    begins = ends - np.asarray([row["step_s"] for row in rows])
+    before_begin, before_end = (
+        _seconds_since(spans[:, 0] - origin, times) - _seconds_since(spans[:, 1] - origin, times)
+        for times in (begins, ends)
+    )
+    loads = np.round((before_end - before_begin) / (ends - begins), 6)
     above = loads[loads > np.quantile(loads, _QUIET, method="lower")]
     if not above.size:
         return "0", str(measured(seconds.tolist()))
     edge = float(above.min())
     quiet, rest = (str(measured(seconds[chosen].tolist())) for chosen in (loads < edge, loads >= edge))
     return f"0;{edge!r}", f"{quiet};{rest}"
+
+
+def _seconds_since(moments: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Of each time, the sum of how long ago the moments before it are. Cost: O((moments + times) log moments)."""
+    ordered = np.sort(moments)
+    number = np.searchsorted(ordered, times)
+    return number * times - np.concatenate([[0.0], np.cumsum(ordered)])[number]
 
 
 def _arrival_s(rows: Sequence[dict[str, Any]], groups: Sequence[ArchivedGroup], every_updates: int) -> float:
